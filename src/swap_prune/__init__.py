@@ -1,0 +1,1 @@
+"""swap-prune: prune trained PyTorch models with sparse entropic Wasserstein regression."""
