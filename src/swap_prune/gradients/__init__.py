@@ -1,0 +1,7 @@
+"""The gradient matrix `G` (n × p) as an operator, and how its rows are computed."""
+
+from swap_prune.gradients.dense import DenseGradients
+from swap_prune.gradients.operator import GradientOperator
+from swap_prune.gradients.rows import gradient_rows
+
+__all__ = ["DenseGradients", "GradientOperator", "gradient_rows"]

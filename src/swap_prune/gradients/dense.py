@@ -1,0 +1,36 @@
+"""`G` held in memory as a float32 matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swap_prune.gradients.operator import GradientOperator
+
+
+class DenseGradients(GradientOperator):
+    """The whole matrix in memory: 4 n p bytes, products at the speed of the memory."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+        self.shape = (matrix.shape[0], matrix.shape[1])
+
+    def columns(self, support: Tensor) -> DenseGradients:
+        """Copy out the columns `support` (s,); all of them are handed on without a copy."""
+        if len(support) == self.shape[1]:
+            return self
+        return DenseGradients(self.matrix.index_select(1, support))
+
+    def gram(self) -> Tensor:
+        """`G Gᵀ` (n, n): summed in float32, which is exact to rounding, handed on in float64."""
+        return torch.mm(self.matrix, self.matrix.T).double()
+
+    def rows(self) -> Tensor:
+        """The matrix (n, p), not a copy."""
+        return self.matrix
+
+    def _product(self, w: Tensor) -> Tensor:
+        return torch.mv(self.matrix, w)
+
+    def _adjoint_product(self, v: Tensor) -> Tensor:
+        return torch.mv(self.matrix.T, v)

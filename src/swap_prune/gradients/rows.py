@@ -1,0 +1,354 @@
+"""Compute the rows of `G`: gradients of the loss of m samples each, for all rows at once.
+
+Two ways, tried in this order:
+
+* **factored**: one forward and one backward pass over a chunk of samples record, for every
+  Linear and Conv layer, its input `a` and the gradient `b` of its output; a row's gradient is the
+  sum over samples and positions of `b ⊗ a`, one batched matrix product a layer. This costs what
+  ordinary training costs.
+* **vectorised**: `vmap` of `grad` of the whole model, for what the first can't express (embeddings,
+  attention's packed projections, weights used outside their layer, batch not in dimension 0).
+
+The factored row of the first chunk is compared with autograd's own gradient; any difference, for
+whatever reason, selects the second way. So the choice never has to be right by guessing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from swap_prune.errors import InputError
+from swap_prune.gradients.dense import DenseGradients
+from swap_prune.prunable import PrunableWeights
+
+Loss = Callable[[Any, Any], Tensor]
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+# Activations of 32 samples stay in cache on the machines we measured; larger chunks are no faster.
+CHUNK_SAMPLES = 32
+# Unfolded inputs of a convolution are built in pieces of at most this many numbers (64 MiB).
+UNFOLD_LIMIT = 2**24
+# Float32 rounding in another order of summation; a wrong formula is off by far more.
+AGREEMENT = 1e-3
+
+
+class NotFactorableError(Exception):
+    """The layer's gradient is not of the factored form; the message says why."""
+
+
+def gradient_rows(
+    model: nn.Module,
+    weights: PrunableWeights,
+    inputs: Any,
+    targets: Any,
+    loss: Loss,
+    samples_per_row: int = 1,
+    out: Tensor | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> DenseGradients:
+    """`G` (n, p): row i is the gradient of the mean loss of the samples `i m ... (i+1) m - 1`.
+
+    The model is used in eval mode and left as it was.
+
+    Args:
+        model: any module; called as `model(x)`, `model(*x)` for tuples, `model(**x)` for dicts.
+        weights: which weights the columns stand for.
+        inputs: a tensor, tuple or dict of tensors whose first dimension is n · m samples.
+        targets: likewise; handed to `loss`.
+        loss: `loss(model(x), targets)`, the mean over a batch, as a scalar.
+        samples_per_row: m.
+        out: a float32 matrix (n, p) to fill, so that stages can share one allocation.
+        progress: called with the number of samples done.
+
+    Raises:
+        InputError: if a row can't be computed (says which module and why) or is not finite
+            (says which sample).
+    """
+    samples = tree_leaves(inputs)[0].shape[0]
+    n = samples // samples_per_row
+    if n == 0 or n * samples_per_row != samples:
+        raise InputError(
+            f"samples_per_row={samples_per_row} does not divide the {samples} samples given"
+        )
+    matrix = torch.empty(n, weights.size) if out is None else out
+    rows_per_chunk = max(1, CHUNK_SAMPLES // samples_per_row)
+    fill: Callable[..., None] = _fill_factored
+    with evaluation_mode(model):
+        for start in range(0, n, rows_per_chunk):
+            block = matrix[start : start + rows_per_chunk]
+            part = slice(start * samples_per_row, (start + len(block)) * samples_per_row)
+            x = tree_map(lambda leaf, part=part: leaf[part], inputs)
+            y = tree_map(lambda leaf, part=part: leaf[part], targets)
+            if start == 0 and not _factored_agrees(model, weights, x, y, loss, block):
+                fill = _fill_vectorised
+            if start > 0 or fill is _fill_vectorised:
+                fill(model, weights, x, y, loss, block)
+            if not torch.isfinite(block.sum()):
+                _blame_sample(model, x, y, loss, block, start, samples_per_row)
+            if progress is not None:
+                progress(len(block) * samples_per_row)
+    return DenseGradients(matrix)
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """`model(x)`, with tuples and dicts of inputs spread over the arguments."""
+    if isinstance(x, dict):
+        return model(**x)
+    if isinstance(x, (tuple, list)):
+        return model(*x)
+    return model(x)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients for the parameters themselves; both restored afterwards."""
+    training = {module: module.training for module in model.modules()}
+    wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    model.eval()
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        for parameter, mode in wanted.items():
+            parameter.requires_grad_(mode)
+
+
+# --- factored -----------------------------------------------------------------------------------
+
+
+def _factored_agrees(
+    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
+) -> bool:
+    """Fill the first block the factored way; False when it fails or differs from autograd."""
+    try:
+        _fill_factored(model, weights, x, y, loss, block)
+    except (NotFactorableError, RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    m = tree_leaves(x)[0].shape[0] // len(block)
+    first = tree_map(lambda leaf: leaf[:m], (x, y))
+    parameters = {name: model.get_parameter(name) for name in weights.names}
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    try:
+        value = loss(call(model, first[0]), first[1])
+        truth = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    except RuntimeError:
+        return False  # the vectorised way says which module is to blame
+    finally:
+        for parameter in parameters.values():
+            parameter.requires_grad_(False)
+    for (_, shape, part), gradient in zip(weights.slices(), truth, strict=True):
+        expected = torch.zeros(shape) if gradient is None else gradient
+        error = (block[0, part].view(shape) - expected).abs().max()
+        if not error <= AGREEMENT * expected.abs().max() + 1e-12:
+            return bool(torch.isnan(error))  # a NaN is reported by the caller, with the sample
+    return True
+
+
+def _fill_factored(
+    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
+) -> None:
+    """One forward and one backward pass; each layer's hook adds its part to `block` (rows, p)."""
+    samples = tree_leaves(x)[0].shape[0]
+    by_parameter = {id(model.get_parameter(name)): part for name, _, part in weights.slices()}
+    layers = [
+        module for module in model.modules() if id(getattr(module, "weight", None)) in by_parameter
+    ]
+    plain = all(type(layer).forward in _FACTORED_FORWARDS for layer in layers)
+    if not plain or {id(layer.weight) for layer in layers} != set(by_parameter):
+        raise NotFactorableError("a prunable weight belongs to a layer other than Linear or Conv")
+    written: set[int] = set()
+    anchors: list[Tensor] = []
+
+    def record(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        a = args[0].detach()
+        version = a._version
+        if a.shape[0] != samples:
+            raise NotFactorableError("the batch is not the first dimension of the layer's input")
+        if not output.requires_grad:
+            # Nothing before this layer needs gradients: give backward a place to start.
+            anchors.append(torch.zeros((), requires_grad=True))
+            output = output + anchors[-1]
+
+        def contribute(b: Tensor) -> None:
+            if a._version != version:
+                raise NotFactorableError("the layer's input was changed in place")
+            part = by_parameter[id(layer.weight)]
+            gradient = _layer_rows(layer, a, b, len(block)).view(len(block), -1)
+            if id(layer.weight) in written:
+                block[:, part] += gradient
+            else:
+                block[:, part] = gradient
+                written.add(id(layer.weight))
+
+        output.register_hook(contribute)
+        return output
+
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        output = call(model, x)
+        per_sample = vmap(
+            lambda o, t: loss(*tree_map(lambda leaf: leaf.unsqueeze(0), (o, t))).reshape(())
+        )
+        total = per_sample(output, y).sum() * (len(block) / samples)
+        torch.autograd.grad(total, anchors)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for key, part in by_parameter.items():
+        if key not in written:
+            block[:, part] = 0.0
+
+
+_FACTORED_FORWARDS = {
+    nn.Linear.forward,
+    nn.Conv1d.forward,
+    nn.Conv2d.forward,
+    nn.Conv3d.forward,
+}
+
+
+def _layer_rows(layer: nn.Linear | Convolution, a: Tensor, b: Tensor, rows: int) -> Tensor:
+    """Gradients (rows, ...) of a layer's weight from its inputs `a` and output gradients `b`."""
+    if isinstance(layer, nn.Linear):
+        # Samples of a row and positions inside a sample are summed alike.
+        return torch.bmm(
+            b.reshape(rows, -1, b.shape[-1]).transpose(1, 2), a.reshape(rows, -1, a.shape[-1])
+        )
+    m = a.shape[0] // rows
+    unfolded_per_row = m * b[0, 0].numel() * a.shape[1] * prod(layer.kernel_size)
+    step = max(1, UNFOLD_LIMIT // unfolded_per_row)
+    pieces = [
+        _convolution_rows(layer, a[i * m : (i + step) * m], b[i * m : (i + step) * m], m)
+        for i in range(0, rows, step)
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _convolution_rows(layer: Convolution, a: Tensor, b: Tensor, m: int) -> Tensor:
+    """Weight gradients (rows, out, in / groups · kernel) of a convolution, m samples a row."""
+    rows, groups = a.shape[0] // m, layer.groups
+    size, kernel = b.shape[2:], layer.kernel_size
+    padded = functional.pad(
+        a, _padding(layer), mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    )
+    batch, channel, *position = padded.stride()
+    # A view of every patch; the one copy into a matrix is made by the reshape below.
+    patches = padded.as_strided(
+        (rows, groups, a.shape[1] // groups, *kernel, m, *size),
+        (
+            m * batch,
+            a.shape[1] // groups * channel,
+            channel,
+            *(stride * dilation for stride, dilation in zip(position, layer.dilation, strict=True)),
+            batch,
+            *(stride * step for stride, step in zip(position, layer.stride, strict=True)),
+        ),
+    )
+    unfolded = patches.reshape(rows * groups, a.shape[1] // groups * prod(kernel), -1)
+    outputs = b.reshape(rows, m, groups, -1, prod(size)).permute(0, 2, 3, 1, 4)
+    outputs = outputs.reshape(rows * groups, -1, m * prod(size))
+    return torch.bmm(outputs, unfolded.transpose(1, 2)).view(rows, b.shape[1], -1)
+
+
+def _padding(layer: Convolution) -> list[int]:
+    """The argument of `functional.pad`, last dimension first, for any padding of a Conv layer."""
+    if layer.padding == "valid":
+        return [0] * (2 * len(layer.kernel_size))
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [side for t in reversed(totals) for side in (t // 2, t - t // 2)]
+    widths = cast(tuple[int, ...], layer.padding)
+    return [side for width in reversed(widths) for side in (width, width)]
+
+
+# --- vectorised ---------------------------------------------------------------------------------
+
+
+def _fill_vectorised(
+    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
+) -> None:
+    """`vmap(grad(loss))` over the rows of a chunk, written into `block` (rows, p)."""
+    rows = len(block)
+    parameters = {name: model.get_parameter(name).detach() for name in weights.names}
+
+    def row_loss(values: dict[str, Tensor], one_x: Any, one_y: Any) -> Tensor:
+        return loss(_Call(model, values)(one_x), one_y)
+
+    x, y = tree_map(lambda leaf: leaf.view(rows, -1, *leaf.shape[1:]), (x, y))
+    inside: list[str] = []
+    handles = []
+    for name, module in model.named_modules():
+        label = f"{name or 'the model'} ({type(module).__name__})"
+        handles.append(
+            module.register_forward_pre_hook(lambda *_, label=label: inside.append(label))
+        )
+        # Runs only when the forward pass succeeds, so what stays on the stack has failed.
+        handles.append(module.register_forward_hook(lambda *_: inside.pop() and None))
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
+            gradients = vmap(grad(row_loss), in_dims=(None, 0, 0))(parameters, x, y)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0]
+        where = f"module {inside[-1]}" if inside else "the loss"
+        raise InputError(
+            f"the gradients of single rows can't be computed in {where}: {reason}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, _, part in weights.slices():
+        block[:, part] = gradients[name].reshape(rows, -1)
+
+
+class _Call:
+    """The model with other weights, callable like the model."""
+
+    def __init__(self, model: nn.Module, values: dict[str, Tensor]) -> None:
+        self.model, self.values = model, values
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, dict):
+            return functional_call(self.model, self.values, (), x)
+        args = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+        return functional_call(self.model, self.values, args)
+
+
+# --- what went wrong ----------------------------------------------------------------------------
+
+
+def _blame_sample(
+    model: nn.Module, x: Any, y: Any, loss: Loss, block: Tensor, start: int, m: int
+) -> None:
+    """Raise with the first sample whose loss, or the first row whose gradient, is not finite."""
+    samples = tree_leaves(x)[0].shape[0]
+    with torch.no_grad():
+        for i in range(samples):
+            one = tree_map(lambda leaf, i=i: leaf[i : i + 1], (x, y))
+            value = loss(call(model, one[0]), one[1])
+            if not torch.isfinite(value):
+                raise InputError(
+                    f"the loss of calibration sample {start * m + i} is {value.item()}; "
+                    "every sample must have a finite loss"
+                )
+    bad = torch.isfinite(block).all(dim=1).logical_not().nonzero().flatten()
+    if len(bad):
+        row = start + int(bad[0])
+        which = f"sample {row}" if m == 1 else f"samples {row * m} to {row * m + m - 1}"
+        raise InputError(
+            f"the gradient of calibration {which} has NaN or infinite entries; "
+            "every sample must have a finite gradient"
+        )

@@ -1,0 +1,130 @@
+"""Which weights may be pruned, and the flat vector `w` (p,) that the mathematics works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from swap_prune.errors import InputError
+
+Selector = str | type[nn.Module]
+
+DEFAULT_TYPES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class PrunableWeights:
+    """The prunable weights of a model as consecutive slices of one vector of p entries.
+
+    Attributes:
+        names: parameter names, in the model's order; a tied weight appears once.
+        shapes: the shape of each.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+    @property
+    def size(self) -> int:
+        """The number p of prunable weights."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    def slices(self) -> Iterator[tuple[str, torch.Size, slice]]:
+        """Yield the name, the shape and the slice of the flat vector of each weight."""
+        start = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            stop = start + prod(shape)
+            yield name, shape, slice(start, stop)
+            start = stop
+
+    def read(self, model: nn.Module) -> Tensor:
+        """Copy the weights out of `model` as a float32 vector (p,)."""
+        parts = [model.get_parameter(name).detach().flatten() for name in self.names]
+        return torch.cat(parts).to(torch.float32)
+
+    def write(self, model: nn.Module, w: Tensor) -> None:
+        """Copy the vector `w` (p,) into the weights of `model`, in place."""
+        with torch.no_grad():
+            for name, shape, part in self.slices():
+                model.get_parameter(name).copy_(w[part].view(shape))
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """View a vector (p,) as one tensor per weight, by name."""
+        return {name: vector[part].view(shape) for name, shape, part in self.slices()}
+
+
+def select_weights(
+    model: nn.Module,
+    include: Sequence[Selector] | None = None,
+    exclude: Sequence[Selector] = (),
+) -> PrunableWeights:
+    """Choose the prunable weights of a model.
+
+    A selector is a module type (its `weight`), or a string that is matched, as a shell
+    pattern, against the parameter's name ("layer*.conv?.weight") and, for parameters called
+    `weight`, against the class name of its module ("Embedding"). A tied weight counts once,
+    under its first name, and is chosen when any of its names is. Frozen parameters
+    (`requires_grad=False`) are weights like any other: exclude those that must stay.
+
+    Args:
+        model: any module.
+        include: what to choose from; default: the weights of Linear and Conv1d-3d layers.
+        exclude: what to leave out of that.
+
+    Raises:
+        InputError: if nothing is left, a selector matches nothing, or a weight has no data.
+    """
+    chosen_by = list(DEFAULT_TYPES if include is None else include)
+    first_name: dict[int, str] = {}
+    included: set[int] = set()
+    excluded: set[int] = set()
+    used: set[Selector] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{leaf}" if path else leaf
+            first_name.setdefault(id(parameter), name)
+            for selectors, matched in ((chosen_by, included), (exclude, excluded)):
+                hits = {s for s in selectors if _matches(s, name, leaf, module)}
+                used |= hits
+                if hits:
+                    matched.add(id(parameter))
+    for selector in [*(include or ()), *exclude]:
+        if selector not in used:
+            known = ", ".join(list(first_name.values())[:8])
+            raise InputError(
+                f"the selector {selector!r} in include or exclude matches no weight of the model; "
+                f"its parameters are {known}{', ...' if len(first_name) > 8 else ''}"
+            )
+    names = [first_name[key] for key in first_name if key in included - excluded]
+    if not names:
+        raise InputError(
+            "the model has no prunable weight: include must match at least one parameter "
+            "that exclude does not (default: weights of Linear and Conv layers)"
+        )
+    for name in names:
+        _check_weight(name, model.get_parameter(name))
+    return PrunableWeights(tuple(names), tuple(model.get_parameter(name).shape for name in names))
+
+
+def _matches(selector: Selector, name: str, leaf: str, module: nn.Module) -> bool:
+    if isinstance(selector, str):
+        return fnmatchcase(name, selector) or (
+            leaf == "weight" and fnmatchcase(type(module).__name__, selector)
+        )
+    return leaf == "weight" and isinstance(module, selector)
+
+
+def _check_weight(name: str, weight: nn.Parameter) -> None:
+    if isinstance(weight, nn.parameter.UninitializedParameter) or weight.is_meta:
+        raise InputError(f"the weight {name} has no data yet: run the model once before pruning")
+    if not weight.is_floating_point():
+        raise InputError(
+            f"the weight {name} is of {weight.dtype}; only real floating-point weights are prunable"
+        )
+    if not torch.isfinite(weight).all():
+        raise InputError(f"the weight {name} holds NaN or infinite values; prune a finite model")

@@ -1,0 +1,265 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swap_prune.errors import InputError
+from swap_prune.gradients import DenseGradients, gradient_rows
+from swap_prune.gradients import rows as rows_module
+from swap_prune.prunable import select_weights
+
+
+def loop_rows(model, weights, inputs, targets, loss, m):
+    """The oracle: one ordinary backward pass a row."""
+    from torch.utils._pytree import tree_leaves, tree_map
+
+    model.eval()
+    rows = []
+    for i in range(0, tree_leaves(inputs)[0].shape[0], m):
+        x, y = tree_map(lambda leaf, i=i: leaf[i : i + m], (inputs, targets))
+        model.zero_grad()
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        loss(rows_module.call(model, x), y).backward()
+        zero = [model.get_parameter(n) for n in weights.names]
+        rows.append(
+            torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in zero])
+        )
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embed(tokens)).mean(1)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x).mean(1))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 4), nn.Linear(3, 4)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.left(left) * self.right(right)
+
+
+class Reused(nn.Module):
+    """One layer called twice, and an in-place activation behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.layer(self.relu(self.layer(x))))[:, :3]
+
+
+class WeightUsedOutside(nn.Module):
+    """The layer's weight also acts as a plain tensor, which no hook can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.layer.weight.T
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).tanh().mean(0)
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=8),
+        nn.GroupNorm(2, 8),
+        nn.Conv2d(8, 6, (1, 3), padding="same", groups=2, padding_mode="circular"),
+        nn.Flatten(),
+        nn.LayerNorm(6 * 16),
+        nn.Dropout(0.5),
+        nn.Linear(6 * 16, 3),
+    )
+
+
+def images(n: int) -> Tensor:
+    return torch.randn(n, 4, 8, 8)
+
+
+CASES = {
+    "conv, norms, depthwise": (convolutional, images, None, True),
+    "conv1d": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3, stride=2), nn.Flatten(), nn.Linear(12, 3)),
+        lambda n: torch.randn(n, 2, 8),
+        None,
+        True,
+    ),
+    "conv3d": (
+        lambda: nn.Sequential(nn.Conv3d(1, 2, 2), nn.Flatten(), nn.Linear(16, 3)),
+        lambda n: torch.randn(n, 1, 3, 3, 3),
+        None,
+        True,
+    ),
+    "linear over positions": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)),
+        lambda n: torch.randn(n, 4, 5),
+        None,
+        True,
+    ),
+    "reused layer": (Reused, lambda n: torch.randn(n, 6), None, True),
+    "tuple inputs": (TwoInputs, lambda n: (torch.randn(n, 5), torch.randn(n, 3)), None, True),
+    "dict inputs": (
+        TwoInputs,
+        lambda n: {"right": torch.randn(n, 3), "left": torch.randn(n, 5)},
+        None,
+        True,
+    ),
+    "tied embedding": (Tied, lambda n: torch.randint(11, (n, 4)), None, False),
+    "embedding alone": (Tied, lambda n: torch.randint(11, (n, 4)), ["Embedding"], False),
+    "attention": (Attention, lambda n: torch.randn(n, 5, 8), None, False),
+    "packed projections": (
+        Attention,
+        lambda n: torch.randn(n, 5, 8),
+        ["*in_proj_weight", "Linear"],
+        False,
+    ),
+    "weight used outside": (WeightUsedOutside, lambda n: torch.randn(n, 6), None, False),
+    "sequence first": (SequenceFirst, lambda n: torch.randn(n, 4, 6), None, False),
+    "sequence first, as long as the batch": (
+        SequenceFirst,
+        lambda n: torch.randn(n, 12, 6),
+        None,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_equal_single_backward_passes(case, m, monkeypatch):
+    torch.manual_seed(0)
+    build, data, include, factored = CASES[case]
+    model = build()
+    weights = select_weights(model, include)
+    inputs, targets = data(12), torch.randint(3, (12,))
+    expected = loop_rows(model, weights, inputs, targets, functional.cross_entropy, m)
+    monkeypatch.setattr(rows_module, "CHUNK_SAMPLES", 6 if "as long" not in case else 12)
+    calls = []
+    vectorised = rows_module._fill_vectorised
+    monkeypatch.setattr(
+        rows_module, "_fill_vectorised", lambda *a: (calls.append(1), vectorised(*a))
+    )
+    G = gradient_rows(model, weights, inputs, targets, functional.cross_entropy, m)
+    torch.testing.assert_close(G.rows(), expected, rtol=2e-4, atol=1e-6)
+    assert bool(calls) != factored
+
+
+def test_small_unfold_pieces_give_the_same_rows(monkeypatch):
+    torch.manual_seed(0)
+    model, x, y = convolutional(), images(6), torch.randint(3, (6,))
+    weights = select_weights(model)
+    whole = gradient_rows(model, weights, x, y, functional.cross_entropy, 2).rows()
+    monkeypatch.setattr(rows_module, "UNFOLD_LIMIT", 1)
+    pieces = gradient_rows(model, weights, x, y, functional.cross_entropy, 2).rows()
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_model_is_left_as_it_was():
+    torch.manual_seed(0)
+    model = convolutional().train()
+    model[0].weight.requires_grad_(False)
+    model[1].eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    weights = select_weights(model)
+    gradient_rows(model, weights, images(4), torch.zeros(4).long(), functional.cross_entropy)
+    assert model.training
+    assert not model[1].training
+    assert not model[0].weight.requires_grad
+    assert model[9].weight.requires_grad
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+class Undifferentiable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Embedding(5, 3), Branching())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1) if x.sum().item() > 0 else -x.sum(1)
+
+
+def test_says_which_module_has_no_rows():
+    model = Undifferentiable()
+    weights = select_weights(model, ["Embedding"])
+    tokens = torch.randint(5, (4, 2))
+    with pytest.raises(InputError, match=r"module inner\.1 \(Branching\)"):
+        gradient_rows(model, weights, tokens, torch.zeros(4).long(), functional.cross_entropy)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_names_the_sample_whose_loss_is_not_finite(m):
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(40, 4)
+    x[37, 2] = float("inf")
+    with pytest.raises(InputError, match="sample 37 is nan"):
+        gradient_rows(
+            model, select_weights(model), x, torch.zeros(40).long(), functional.cross_entropy, m
+        )
+
+
+def test_names_the_sample_whose_gradient_is_not_finite():
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.ones(4, 4)
+    x[2] = 0.0
+
+    def root(output: Tensor, target: Tensor) -> Tensor:
+        return (output - model[0].bias).sum().abs().sqrt()
+
+    with pytest.raises(InputError, match="gradient of calibration sample 2"):
+        gradient_rows(model, select_weights(model), x, torch.zeros(4), root)
+
+
+def test_operator_products_columns_and_checks():
+    torch.manual_seed(0)
+    matrix = torch.randn(5, 9)
+    G, w, v = DenseGradients(matrix), torch.randn(9), torch.randn(5)
+    support = torch.tensor([1, 4, 8])
+    torch.testing.assert_close(G @ w, matrix @ w)
+    torch.testing.assert_close(G.T @ v, matrix.T @ v)
+    torch.testing.assert_close(G.columns(support).rows(), matrix[:, support])
+    torch.testing.assert_close(G.gram(), (matrix @ matrix.T).double())
+    assert (G.shape, G.T.shape) == ((5, 9), (9, 5))
+    with pytest.raises(InputError, match="vector of 9 entries"):
+        G @ v
+    with pytest.raises(InputError, match="vector of 5 entries"):
+        G.T @ w
