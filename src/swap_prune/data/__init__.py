@@ -1,0 +1,84 @@
+"""Data sets to calibrate, train and test with: a few known ones, or the user's own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from swap_prune.data import cifar10, digits, imagenet, mnist
+from swap_prune.data.fetch import cache_directory, fetch
+from swap_prune.errors import InputError
+from swap_prune.models.factory import call_factory
+
+__all__ = ["BUILT_IN", "Splits", "fetch", "load"]
+
+BUILT_IN = ("cifar10", "digits", "imagenet", "mnist")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set in two parts, each of pairs (image, label).
+
+    Attributes:
+        train: What calibration and fine-tuning may use.
+        test: What accuracy is measured on.
+        classes: Number of classes.
+        name: What the data set is called.
+    """
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    classes: int
+    name: str
+
+
+def load(name: str, directory: str | Path | None = None) -> Splits:
+    """Load a data set.
+
+    Args:
+        name: One of `BUILT_IN`, or ``package.module:factory``, a function without arguments that
+            returns a pair (train, test) of data sets, or a `Splits`.
+        directory: Where the files of ``mnist`` and ``cifar10`` (the cache unless given) or of
+            ``imagenet`` are; the others take none.
+
+    Raises:
+        InputError: There is no such data set, or its files are missing or broken.
+    """
+    if name not in BUILT_IN and ":" not in name:
+        raise InputError(
+            f"data set {name!r} doesn't exist; {', '.join(BUILT_IN)} "
+            "or 'package.module:factory' are accepted"
+        )
+    if name == "imagenet":
+        if directory is None:
+            raise InputError("data set 'imagenet' needs a directory with 'train' and 'val' folders")
+        train, test, classes = imagenet.read(Path(directory))
+        return Splits(train, test, classes, name)
+    if name in ("cifar10", "mnist"):
+        read = cifar10.read if name == "cifar10" else mnist.read
+        return Splits(*read(Path(directory or cache_directory(name))), classes=10, name=name)
+    if directory is not None:
+        raise InputError(f"data set {name!r} takes no directory, but {str(directory)!r} was given")
+    if name == "digits":
+        return Splits(*digits.read(), classes=10, name=name)
+    return _from_factory(name)
+
+
+def _from_factory(reference: str) -> Splits:
+    made = call_factory("data set", reference)
+    if isinstance(made, Splits):
+        return made
+    if not (isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_indexable, made))):
+        raise InputError(
+            f"data set {reference!r} returned an object of type {type(made).__name__}; a pair "
+            "(train, test) of data sets with a length, or a Splits, is expected"
+        )
+    train, test = made
+    # This pass over the test set is what a factory that returns a Splits avoids.
+    classes = 1 + max(int(test[index][1]) for index in range(len(test)))
+    return Splits(train, test, classes, reference)
+
+
+def _is_indexable(data_set: object) -> bool:
+    return hasattr(data_set, "__getitem__") and hasattr(data_set, "__len__")

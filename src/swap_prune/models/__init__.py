@@ -1,0 +1,78 @@
+"""Networks to prune: a few built in, or the user's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from swap_prune.errors import InputError
+from swap_prune.models.factory import call_factory
+from swap_prune.models.mlp import digits, mlpnet
+from swap_prune.models.mobilenet import mobilenetv1
+from swap_prune.models.resnet import resnet20, resnet50, resnet50_cifar
+from swap_prune.models.weights import load_weights
+
+__all__ = ["BUILT_IN", "PRETRAINED", "PRUNABLE", "build", "load_weights", "pretrained"]
+
+BUILT_IN: dict[str, Callable[[], nn.Module]] = {
+    "digits": digits,
+    "mlpnet": mlpnet,
+    "mobilenetv1": mobilenetv1,
+    "resnet20": resnet20,
+    "resnet50": resnet50,
+    "resnet50-cifar": resnet50_cifar,
+}
+
+# fnmatch patterns of the parameters to prune, where these aren't all Linear and Conv weights.
+PRUNABLE: dict[str, tuple[str, ...]] = {
+    # The paper's 267,264: the 3×3 convolutions of the three stages, without the shortcuts.
+    "resnet20": ("layer*.conv?.weight",),
+}
+
+PRETRAINED: dict[str, Path] = {
+    "digits": Path(__file__).with_name("digits.safetensors"),
+}
+
+
+def build(name: str) -> nn.Module:
+    """Build a network with fresh weights, in eval mode.
+
+    Args:
+        name: A key of `BUILT_IN`, or ``package.module:factory``, a function without arguments
+            that returns a module.
+
+    Raises:
+        InputError: There is no such network.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]().eval()
+    if ":" not in name:
+        raise InputError(
+            f"model {name!r} doesn't exist; {', '.join(BUILT_IN)} "
+            "or 'package.module:factory' are accepted"
+        )
+    model = call_factory("model", name)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model {name!r} returned an object of type {type(model).__name__}; "
+            "a torch.nn.Module is expected"
+        )
+    return model.eval()
+
+
+def pretrained(name: str) -> nn.Module:
+    """Build a network with the trained weights that come with the package, in eval mode.
+
+    Args:
+        name: A key of `PRETRAINED`.
+
+    Raises:
+        InputError: No weights of that network come with the package.
+    """
+    if name not in PRETRAINED:
+        raise InputError(
+            f"model {name!r} comes without trained weights; {', '.join(PRETRAINED)} is accepted"
+        )
+    model = build(name)
+    load_weights(model, PRETRAINED[name])
+    return model

@@ -1,0 +1,36 @@
+"""Fixtures that more than one test file uses: real data and checkpoints, where they are."""
+
+from pathlib import Path
+
+import pytest
+
+from swap_prune import data
+from swap_prune.errors import InputError
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder beside the repository with checkpoints and images that aren't ours to commit."""
+    path = Path(__file__).parents[2] / "shared"
+    if not path.is_dir():
+        pytest.skip(f"{path} is not there")
+    return path
+
+
+@pytest.fixture(scope="session")
+def mnist() -> data.Splits:
+    """MNIST from the cache."""
+    return _load_or_skip("mnist")
+
+
+@pytest.fixture(scope="session")
+def cifar10() -> data.Splits:
+    """CIFAR-10 from the cache."""
+    return _load_or_skip("cifar10")
+
+
+def _load_or_skip(name: str) -> data.Splits:
+    try:
+        return data.load(name)
+    except InputError as error:
+        pytest.skip(str(error))

@@ -1,0 +1,232 @@
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from swap_prune import data, models
+from swap_prune.errors import InputError
+
+SHAPES = {
+    "digits": ((1, 8, 8), 10),
+    "mlpnet": ((1, 28, 28), 10),
+    "mobilenetv1": ((3, 224, 224), 1000),
+    "resnet20": ((3, 32, 32), 10),
+    "resnet50": ((3, 224, 224), 1000),
+    "resnet50-cifar": ((3, 32, 32), 10),
+}
+
+
+def prunable(name: str, model: nn.Module) -> int:
+    """Count the weights that a built-in model has to prune."""
+    patterns = models.PRUNABLE.get(name, ("*",))
+    return sum(
+        parameter.numel()
+        for key, parameter in model.named_parameters()
+        if parameter.dim() > 1 and any(fnmatchcase(key, pattern) for pattern in patterns)
+    )
+
+
+@torch.no_grad()
+def top1(model: nn.Module, data_set: Dataset) -> float:
+    correct = total = 0
+    for images, labels in DataLoader(data_set, batch_size=500):
+        correct += (model(images).argmax(1) == labels).sum().item()
+        total += len(labels)
+    return 100 * correct / total
+
+
+def test_every_built_in_has_a_shape_below():
+    assert set(SHAPES) == set(models.BUILT_IN)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_built_in_maps_images_to_logits(name):
+    torch.manual_seed(0)
+    image_shape, classes = SHAPES[name]
+    model = models.build(name)
+    logits = model(torch.randn(2, *image_shape))
+    assert not any(module.training for module in model.modules())
+    assert logits.shape == (2, classes)
+    # Fresh weights must let the input through, or there would be no gradients either.
+    assert logits.isfinite().all()
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
+
+
+# The published sizes of these networks, which any slip in their structure would change.
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mlpnet", 32_360),
+        ("resnet20", 272_474),
+        ("resnet50", 25_557_032),
+        ("resnet50-cifar", 23_520_842),
+        ("mobilenetv1", 4_231_976),
+    ],
+)
+def test_number_of_parameters(name, parameters):
+    assert sum(p.numel() for p in models.build(name).parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("mlpnet", 32_360), ("resnet20", 267_264), ("digits", 17_024)]
+)
+def test_number_of_prunable_weights(name, weights):
+    assert prunable(name, models.build(name)) == weights
+
+
+def test_resnet20_prunes_18_convolutions():
+    (pattern,) = models.PRUNABLE["resnet20"]
+    names = [name for name in models.build("resnet20").state_dict() if fnmatchcase(name, pattern)]
+    assert len(names) == 18
+    assert not any("downsample" in name for name in names)
+
+
+def test_resnet50_is_named_as_in_torchvision():
+    state = models.build("resnet50").state_dict()
+    assert len(state) == 320
+    expected = {
+        "conv1.weight": (64, 3, 7, 7),
+        "layer1.0.downsample.0.weight": (256, 64, 1, 1),
+        "layer1.0.downsample.1.running_mean": (256,),
+        "layer3.5.conv2.weight": (256, 256, 3, 3),
+        "layer4.2.bn3.weight": (2048,),
+        "fc.weight": (1000, 2048),
+    }
+    assert {name: tuple(state[name].shape) for name in expected} == expected
+
+
+def test_mlpnet_checkpoint_reaches_its_accuracy(shared_dir, mnist):
+    model = models.build("mlpnet")
+    models.load_weights(model, shared_dir / "checkpoints/mlpnet_mnist.safetensors")
+    assert top1(model, mnist.test) == pytest.approx(93.97, abs=0.015)
+
+
+def test_resnet20_checkpoint_reaches_its_accuracy(shared_dir, cifar10):
+    model = models.build("resnet20")
+    models.load_weights(model, shared_dir / "checkpoints/resnet20_cifar10.safetensors")
+    # An image or two may fall either way with another order of floating-point sums.
+    assert top1(model, cifar10.test) == pytest.approx(91.43, abs=0.025)
+
+
+def test_pretrained_digits_is_accurate_and_hard_to_prune():
+    pytest.importorskip("sklearn")
+    model, test = models.pretrained("digits"), data.load("digits").test
+    assert top1(model, test) >= 97
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    magnitudes = torch.cat([weight.detach().abs().flatten() for weight in weights])
+    threshold = magnitudes.quantile(0.9)
+    with torch.no_grad():
+        for weight in weights:
+            weight *= weight.abs() > threshold
+    assert top1(model, test) < 60
+
+
+def test_pretrained_names_what_there_is():
+    with pytest.raises(InputError, match="'resnet50' comes without trained weights; digits"):
+        models.pretrained("resnet50")
+
+
+def test_unknown_model_lists_those_that_exist():
+    with pytest.raises(InputError, match=r"'vgg' doesn't exist; digits, mlpnet, .*resnet50-cifar"):
+        models.build("vgg")
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch) -> str:
+    """A module in the current directory with good and bad factories."""
+    name = f"user_code_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(
+        "from torch import nn\n"
+        "def good(): return nn.Linear(3, 2).train()\n"
+        "def wrong(): return 7\n"
+        "def broken(): raise RuntimeError('no luck')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    # build() makes the current directory importable; undo it afterwards.
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    return name
+
+
+def test_build_calls_a_factory_of_the_current_directory(user_module):
+    model = models.build(f"{user_module}:good")
+    assert isinstance(model, nn.Linear)
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("wrong", "returned an object of type int; a torch.nn.Module is expected"),
+        ("broken", r"failed when called without arguments \(RuntimeError: no luck\)"),
+        ("absent", "can't be imported"),
+        ("", "can't be imported"),
+    ],
+)
+def test_bad_factory_is_told_in_one_sentence(user_module, factory, message):
+    with pytest.raises(InputError, match=message):
+        models.build(f"{user_module}:{factory}")
+
+
+@pytest.mark.parametrize("reference", ["no.such.module:f", ":f"])
+def test_bad_module_is_told_in_one_sentence(reference):
+    with pytest.raises(InputError, match="can't be imported"):
+        models.build(reference)
+
+
+def test_load_weights_copies_every_tensor(tmp_path):
+    source, target = models.build("resnet20"), models.build("resnet20")
+    for tensor in source.state_dict().values():
+        tensor += 1
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    models.load_weights(target, str(tmp_path / "w.safetensors"))
+    for key, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], tensor)
+
+
+def test_load_weights_converts_half_precision(tmp_path):
+    model = models.build("mlpnet")
+    halves = {key: torch.ones_like(value).half() for key, value in model.state_dict().items()}
+    save_file(halves, tmp_path / "w.safetensors")
+    models.load_weights(model, tmp_path / "w.safetensors")
+    assert all((p == 1).all() and p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fc2.weight": None}, r"no tensor 'fc2.weight', .* expects with shape \(20, 40\)"),
+        ({"fc9.weight": torch.ones(2)}, r"hold a tensor 'fc9.weight' of shape \(2,\)"),
+        (
+            {"fc3.weight": torch.ones(5, 20)},
+            r"'fc3.weight' .* shape \(5, 20\), but .* shape \(10, 20\)",
+        ),
+        ({"fc3.weight": torch.ones(10, 20).int()}, "'fc3.weight' .* is integer"),
+    ],
+)
+def test_load_weights_changes_nothing_when_a_tensor_is_wrong(tmp_path, change, message):
+    model = models.build("mlpnet")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    tensors = {key: torch.zeros_like(value) for key, value in before.items()} | change
+    kept = {key: value for key, value in tensors.items() if value is not None}
+    save_file(kept, tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match=message):
+        models.load_weights(model, tmp_path / "w.safetensors")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_load_weights_refuses_a_missing_file(tmp_path):
+    with pytest.raises(InputError, match="don't exist; a safetensors file is accepted"):
+        models.load_weights(models.build("mlpnet"), tmp_path / "absent")
+
+
+def test_load_weights_refuses_a_pickle(tmp_path):
+    path: Path = tmp_path / "w.pth"
+    torch.save(models.build("mlpnet").state_dict(), path)
+    with pytest.raises(InputError, match="can't be read as a safetensors file"):
+        models.load_weights(models.build("mlpnet"), path)
