@@ -1,6 +1,6 @@
 """Sparse ridge regression onto targets `t`, the one problem that LR and EWR share.
 
-    minimise   1/(2n) ‖G w - t‖² + λ/2 ‖w - w_bar‖²   subject to   ‖w‖₀ ≤ k        (design, section 1)
+    minimise   1/(2n) ‖G w - t‖² + λ/2 ‖w - w_bar‖²   subject to   ‖w‖₀ ≤ k
 
 A support is chosen by iterative hard thresholding or by saliency; on it the minimum is exact,
 through an n × n system. The first-order term `α · mean(G)ᵀ (w - w_bar)` is the shift `t - α`.
@@ -165,8 +165,8 @@ def _largest_keeping_step(w: Tensor, slope: Tensor, budget: Budget) -> float:
 class SupportRidge:
     """The exact minimum on a support, for any targets and any damping.
 
-    With `δ = w_S - w_bar_S`, the minimiser is `δ = G_Sᵀ v`, `v = (G_S G_Sᵀ + nλ I)⁻¹ (t - G_S w_bar)`
-    (Woodbury). One eigendecomposition of the n × n matrix serves every λ and every t, and all but
+    With `δ = w_S - w_bar_S` the minimiser is `δ = G_Sᵀ v`, where
+    `v = (G_S G_Sᵀ + nλ I)⁻¹ (t - G_S w_bar_S)` (Woodbury). One eigendecomposition of the n × n matrix serves every λ and every t, and all but
     the last step, `weights`, happens among n numbers.
     """
 
@@ -180,23 +180,36 @@ class SupportRidge:
 
     def dual(self, targets: Tensor, damping: float) -> Tensor:
         """`v` (n,) in float64 for targets (n,)."""
-        return self.vectors @ (
-            self._inverse(damping) * (self.vectors.T @ (targets.double() - self.start))
-        )
+        return self.solve(targets.double() - self.start, damping)
+
+    def solve(self, right: Tensor, damping: float) -> Tensor:
+        """`(G_S G_Sᵀ + nλ I)⁻¹` times a vector (n,) in float64."""
+        return self.vectors @ ((self.vectors.T @ right) / self._shifted(damping))
+
+    def smoothed_dual(self, targets: Tensor, damping: float, smoother: Tensor) -> Tensor:
+        """`v` (n,) where the printed gradient `G_Sᵀ S (x - t)/n + λ (w - w_bar)` vanishes.
+
+        With `δ = G_Sᵀ v` that is `(S G_S G_Sᵀ + nλ I) v = S (t - G_S w_bar)`; S (n, n) is the
+        smoother, and S = I gives `dual`.
+        """
+        n = len(self.start)
+        gram = (self.vectors * self.eigenvalues) @ self.vectors.T
+        system = smoother @ gram + n * damping * torch.eye(n, dtype=gram.dtype)
+        return torch.linalg.solve(system, smoother @ (targets.double() - self.start))
 
     def predictions(self, v: Tensor) -> Tensor:
         """`x = G_S w` (n,) for the weights that belong to `v`."""
         return self.start + self.vectors @ (self.eigenvalues * (self.vectors.T @ v))
-
-    def movement(self, v: Tensor) -> float:
-        """`‖w_S - w_bar_S‖²` for the weights that belong to `v`."""
-        return float((self.eigenvalues * (self.vectors.T @ v).square()).sum())
 
     def weights(self, v: Tensor) -> Tensor:
         """The weights (p,) that belong to `v`: `w_bar + G_Sᵀ v` on the support, zero elsewhere."""
         w = torch.zeros_like(self.w_bar)
         w[self.support] = self.w_bar[self.support] + self.columns.T @ v.to(self.w_bar.dtype)
         return w
+
+    def mean_curvature(self) -> float:
+        """The mean of the diagonal of `G_SᵀG_S / n`."""
+        return float(self.eigenvalues.sum()) / (len(self.start) * max(1, len(self.support)))
 
     def saliency(self, targets: Tensor, damping: float) -> Tensor:
         """The rise of the objective (p,) when one weight is cut and the others follow.
@@ -205,7 +218,7 @@ class SupportRidge:
         optimal brain surgeon's score); minus infinity outside the support.
         """
         w = self.weights(self.dual(targets, damping))[self.support]
-        scale = self._inverse(damping).sqrt()
+        scale = self._shifted(damping).rsqrt()
         whitener = (scale[:, None] * self.vectors.T).to(w.dtype)
         matrix = self.columns.rows()
         explained = torch.cat(
@@ -216,8 +229,5 @@ class SupportRidge:
         scores[self.support] = 0.5 * damping * w.square() / (1 - explained).clamp_min(1e-6)
         return scores
 
-    def _inverse(self, damping: float) -> Tensor:
-        shifted = self.eigenvalues + len(self.start) * damping
-        # Without damping the smallest step is the limit λ → 0: null directions stay where they are.
-        floor = shifted.max() * len(self.start) * torch.finfo(torch.float32).eps
-        return torch.where(shifted > (floor if damping == 0 else 0.0), 1 / shifted, 0.0)
+    def _shifted(self, damping: float) -> Tensor:
+        return self.eigenvalues + len(self.start) * damping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from swap_prune.errors import InputError
 
@@ -43,7 +44,7 @@ def sparsities(
 
 
 def _own(steps: list[float], sparsity: float, stages: int) -> list[float]:
-    rising = all(a <= b for a, b in zip(steps, steps[1:], strict=False))
+    rising = all(a <= b for a, b in pairwise(steps))
     inside = all(0 <= s < 1 for s in steps)
     if not steps or not rising or not inside or steps[-1] != sparsity or len(steps) != stages:
         raise InputError(

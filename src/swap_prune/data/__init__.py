@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from swap_prune.data import cifar10, digits, imagenet, mnist
 from swap_prune.data.fetch import cache_directory, fetch
 from swap_prune.errors import InputError
-from swap_prune.models.factory import call_factory
+from swap_prune.factory import call_factory
 
 __all__ = ["BUILT_IN", "Splits", "fetch", "load"]
 
@@ -23,13 +23,11 @@ class Splits:
     Attributes:
         train: What calibration and fine-tuning may use.
         test: What accuracy is measured on.
-        classes: Number of classes.
         name: What the data set is called.
     """
 
     train: Dataset[Any]
     test: Dataset[Any]
-    classes: int
     name: str
 
 
@@ -53,15 +51,14 @@ def load(name: str, directory: str | Path | None = None) -> Splits:
     if name == "imagenet":
         if directory is None:
             raise InputError("data set 'imagenet' needs a directory with 'train' and 'val' folders")
-        train, test, classes = imagenet.read(Path(directory))
-        return Splits(train, test, classes, name)
+        return Splits(*imagenet.read(Path(directory)), name=name)
     if name in ("cifar10", "mnist"):
         read = cifar10.read if name == "cifar10" else mnist.read
-        return Splits(*read(Path(directory or cache_directory(name))), classes=10, name=name)
+        return Splits(*read(Path(directory or cache_directory(name))), name=name)
     if directory is not None:
         raise InputError(f"data set {name!r} takes no directory, but {str(directory)!r} was given")
     if name == "digits":
-        return Splits(*digits.read(), classes=10, name=name)
+        return Splits(*digits.read(), name=name)
     return _from_factory(name)
 
 
@@ -74,10 +71,7 @@ def _from_factory(reference: str) -> Splits:
             f"data set {reference!r} returned an object of type {type(made).__name__}; a pair "
             "(train, test) of data sets with a length, or a Splits, is expected"
         )
-    train, test = made
-    # This pass over the test set is what a factory that returns a Splits avoids.
-    classes = 1 + max(int(test[index][1]) for index in range(len(test)))
-    return Splits(train, test, classes, reference)
+    return Splits(*made, name=reference)
 
 
 def _is_indexable(data_set: object) -> bool:

@@ -49,8 +49,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return read_image(path), label
 
 
-def read(directory: Path) -> tuple[ImageFolder, ImageFolder, int]:
-    """The training and validation images of a directory, and the number of classes.
+def read(directory: Path) -> tuple[ImageFolder, ImageFolder]:
+    """The training and validation images of a directory.
 
     Args:
         directory: Holds ``train`` (or ``calibration``) and ``val``, each with one folder per class.
@@ -66,8 +66,7 @@ def read(directory: Path) -> tuple[ImageFolder, ImageFolder, int]:
     test = folders[TEST_FOLDER]
     class_folders = (path for path in (*train.iterdir(), *test.iterdir()) if path.is_dir())
     labels = label_classes(path.name for path in class_folders)
-    classes = max(labels.values(), default=-1) + 1
-    return ImageFolder(train, labels), ImageFolder(test, labels), classes
+    return ImageFolder(train, labels), ImageFolder(test, labels)
 
 
 def label_classes(names: Iterable[str]) -> dict[str, int]:

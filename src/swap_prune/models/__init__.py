@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from swap_prune.errors import InputError
-from swap_prune.models.factory import call_factory
+from swap_prune.factory import call_factory
 from swap_prune.models.mlp import digits, mlpnet
 from swap_prune.models.mobilenet import mobilenetv1
 from swap_prune.models.resnet import resnet20, resnet50, resnet50_cifar

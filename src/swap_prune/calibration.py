@@ -1,0 +1,126 @@
+"""Calibration samples: fresh ones for every stage, and some held out to choose settings by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from swap_prune.errors import InputError
+
+# A batch: (inputs, targets), each a tensor or a tuple or dict of tensors with samples first.
+Batch = tuple[Any, Any]
+
+
+class Samples:
+    """Samples by index, from whatever the user has.
+
+    Args:
+        source: a Dataset of pairs (input, target), a DataLoader over one, or a pair of tensors
+            (inputs, targets); inputs and targets may be tuples or dicts of tensors.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.size, self.read = _reader(source)
+        if self.size == 0:
+            raise InputError("calibration holds no sample; give at least one")
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class CalibrationStream:
+    """Batches without repetition until every sample has been used, then in a new order.
+
+    Args:
+        source: as for `Samples`.
+        held_out: the number of samples kept back from the batches.
+        generator: what the order is drawn from.
+    """
+
+    def __init__(self, source: Samples, held_out: int, generator: torch.Generator) -> None:
+        order = torch.randperm(len(source), generator=generator)
+        self.source = source
+        self.generator = generator
+        self.held_out_indices, self.pool = order[:held_out], order[held_out:]
+        self.position = 0
+
+    def held_out(self) -> Batch:
+        """The samples that no batch contains."""
+        return self.source.read(self.held_out_indices)
+
+    def draw(self, count: int) -> Batch:
+        """The next `count` samples, at most as many as the pool has."""
+        if self.position + count > len(self.pool):
+            self.pool = self.pool[torch.randperm(len(self.pool), generator=self.generator)]
+            self.position = 0
+        chosen = self.pool[self.position : self.position + count]
+        self.position += count
+        return self.source.read(chosen)
+
+
+def _reader(source: Any) -> tuple[int, Callable[[Tensor], Batch]]:
+    """The number of samples, and a function from indices (b,) to a batch."""
+    if isinstance(source, DataLoader):
+        if isinstance(source.dataset, IterableDataset):
+            return _tensor_reader(_concatenate(list(source)))
+        collate = default_collate if source.collate_fn is None else source.collate_fn
+        return _dataset_reader(source.dataset, collate)
+    if isinstance(source, TensorDataset) and len(source.tensors) == 2:
+        return _tensor_reader((source.tensors[0], source.tensors[1]))
+    if isinstance(source, IterableDataset):
+        return _tensor_reader(_concatenate([default_collate([item]) for item in source]))
+    if isinstance(source, (tuple, list)) and len(source) == 2 and tree_leaves(source):
+        return _tensor_reader((source[0], source[1]))
+    if isinstance(source, Dataset) or (
+        hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    ):
+        return _dataset_reader(source, default_collate)
+    raise InputError(
+        f"calibration is of type {type(source).__name__}; give a Dataset or DataLoader of pairs "
+        "(input, target), or a pair of tensors (inputs, targets)"
+    )
+
+
+def _tensor_reader(batch: Batch) -> tuple[int, Callable[[Tensor], Batch]]:
+    leaves = tree_leaves(batch)
+    if not all(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+        raise InputError(f"calibration as a pair must hold tensors with samples first, not {kinds}")
+    sizes = sorted({leaf.shape[0] for leaf in leaves})
+    if len(sizes) > 1:
+        raise InputError(
+            f"calibration holds tensors of {sizes[0]} and of {sizes[-1]} samples; "
+            "inputs and targets must be of one length"
+        )
+    return sizes[0], lambda indices: tree_map(lambda leaf: leaf[indices], batch)
+
+
+def _dataset_reader(
+    dataset: Any, collate: Callable[[list[Any]], Any]
+) -> tuple[int, Callable[[Tensor], Batch]]:
+    def read(indices: Tensor) -> Batch:
+        return _as_pair(collate([dataset[i] for i in indices.tolist()]))
+
+    return len(dataset), read
+
+
+def _as_pair(batch: Any) -> Batch:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise InputError(
+        f"calibration yields an item of type {type(batch).__name__} that is not a pair; "
+        "every item must be (input, target)"
+    )
+
+
+def _concatenate(batches: Sequence[Any]) -> Batch:
+    """Join the batches of a stream, which can't be read by index, in memory."""
+    if not batches:
+        raise InputError("calibration holds no sample; give at least one")
+    pairs = [_as_pair(batch) for batch in batches]
+    return tree_map(lambda *leaves: torch.cat(leaves), pairs[0], *pairs[1:])

@@ -1,0 +1,268 @@
+"""The pruning methods behind one face: what a stage offers, and the weights it gets back.
+
+A method sees the gradients at the current weights, the number of weights that may stay, and the
+loss on held-out calibration samples. It returns new weights and what it chose on the way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from swap_prune import transport
+from swap_prune.gradients import GradientOperator
+from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
+
+Auto = Literal["auto"]
+
+# Where the search for a setting begins at the first stage; later stages begin at the last choice.
+FIRST_DAMPING = 0.01
+FIRST_STEP_DAMPING = 0.3
+# Damping of the saliency, relative to the mean curvature of a weight.
+SELECTION_DAMPING = 1e-3
+DAMPING_FACTOR = 3.0
+DAMPING_RANGE = (1e-9, 1e6)
+STEP_RANGE = (1 / 16, 16.0)
+# What epsilon="auto" and mixture="auto" try, relative to the variance of y.
+EPSILONS = (0.01, 0.1, 1.0)
+MIXTURES = (0.5, 0.25, 1.0)
+
+
+@dataclass
+class Stage:
+    """What a method is given.
+
+    Attributes:
+        gradients: G (n, p) at `w_bar`; None for a method that needs none.
+        w_bar: the current weights (p,).
+        budget: how many weights may stay.
+        samples_per_row: m, the samples that each row of G averages.
+        held_out_loss: the model's loss on held-out samples with the weights given; None when
+            nothing is held out.
+    """
+
+    gradients: GradientOperator | None
+    w_bar: Tensor
+    budget: Budget
+    samples_per_row: int
+    held_out_loss: Callable[[Tensor], float] | None
+
+
+class Method(ABC):
+    """A way to choose which weights stay and what they become."""
+
+    needs_gradients: ClassVar[bool] = True
+
+    @abstractmethod
+    def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
+        """New weights (p,) within the budget, and the settings chosen."""
+
+
+class Magnitude(Method):
+    """Keep the largest weights as they are."""
+
+    needs_gradients = False
+
+    def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
+        """New weights (p,) within the budget, and the settings chosen."""
+        return stage.budget.threshold(stage.w_bar), {}
+
+
+@dataclass
+class WassersteinRegression(Method):
+    """LR and EWR: sparse ridge regression onto `y` or onto its transport-smoothed targets.
+
+    A stage (1) chooses the support, (2) solves the regression on it with damping λ, (3) for EWR
+    replaces the targets by `(1 - θ) y + θ (barycentric projection)`, alternating with the solve,
+    and (4) adds the first-order term's step with a damping of its own. Settings that are "auto"
+    are chosen by the loss on held-out samples, starting from the last stage's choice.
+
+    Attributes:
+        damping: λ of the regression, and of the first-order step unless that is searched.
+        first_order: α times m; 1 is the natural-gradient step, 0 leaves the term out.
+        coupling: "identity" (LR), "sinkhorn", "gaussian" or "gaussian-printed".
+        epsilon: the entropic regularisation.
+        relative: whether epsilon is in units of the variance of y, or absolute as in the paper.
+        mixture: θ; 0 is LR, 1 the transport plan alone.
+        derivative: "exact", or "printed" for the paper's `Gᵀ S (x - y)`.
+        selection: "saliency" or "iht".
+        alternations: how often transport and regression follow each other.
+    """
+
+    damping: float | Auto = "auto"
+    first_order: float | Auto = "auto"
+    coupling: str = "identity"
+    epsilon: float | Auto = "auto"
+    relative: bool = True
+    mixture: float | Auto = "auto"
+    derivative: str = "exact"
+    selection: str = "saliency"
+    alternations: int = 3
+
+    def __post_init__(self) -> None:
+        """Where the searches begin; each stage's choice is the next one's beginning."""
+        self._damping = FIRST_DAMPING if self.damping == "auto" else self.damping
+        self._step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
+
+    def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
+        """New weights (p,) within the budget, and the settings chosen."""
+        assert stage.gradients is not None
+        y = (stage.gradients @ stage.w_bar).double()
+        ridge = SupportRidge(stage.gradients, stage.w_bar, self._support(stage, y))
+        trial = _Trial(ridge, stage.held_out_loss)
+        # Without a cut x = y already: there is nothing to make good, nor to transport.
+        cut = len(ridge.support) < int((stage.w_bar != 0).sum())
+        solution = Candidate(ridge.dual(y, self._damping), {"damping": self._damping})
+        if self.damping == "auto" and cut:
+            solution = trial.line(
+                self._damping,
+                lambda damping: Candidate(ridge.dual(y, damping), {"damping": damping}),
+                DAMPING_FACTOR,
+                DAMPING_RANGE,
+            )
+            self._damping = solution.settings["damping"]
+        if self.coupling != "identity" and cut:
+            solution = self._transport(ridge, y, trial, solution)
+        if self.first_order != 0:
+            solution = self._first_order(ridge, trial, solution, stage.samples_per_row)
+        return ridge.weights(solution.v), solution.settings
+
+    def _support(self, stage: Stage, y: Tensor) -> Tensor:
+        """The sorted indices of the weights that stay."""
+        assert stage.gradients is not None
+        if self.selection == "iht":
+            alpha = 1.0 if self.first_order == "auto" else self.first_order
+            targets = (y - alpha / stage.samples_per_row).to(stage.w_bar.dtype)
+            w = hard_threshold_descent(
+                stage.gradients, targets, stage.w_bar, stage.budget, self._damping
+            )
+            return w.nonzero().flatten()
+        present = stage.w_bar.nonzero().flatten()
+        if len(present) <= stage.budget.k:
+            return present
+        everything = SupportRidge(stage.gradients, stage.w_bar, present)
+        # w_bar is the minimum here, so only the curvature counts; a damping that is small against
+        # it keeps the ranking from falling back to magnitudes (docs/choices.md).
+        damping = SELECTION_DAMPING * everything.mean_curvature()
+        return stage.budget.select(everything.saliency(y, damping or FIRST_DAMPING))
+
+    def _transport(self, ridge: SupportRidge, y: Tensor, trial: _Trial, lr: Candidate) -> Candidate:
+        """The best of the couplings asked for; LR is one of them while the mixture is free."""
+        solve = self._solve_exact if self.derivative == "exact" else self._solve_printed
+        epsilons = EPSILONS if self.epsilon == "auto" else (self.epsilon,)
+        mixtures = MIXTURES if self.mixture == "auto" else (self.mixture,)
+        best = trial.best([solve(ridge, y, lr, epsilon, mixtures[0]) for epsilon in epsilons])
+        if self.mixture == "auto":
+            epsilon = best.settings["epsilon"]
+            others = [solve(ridge, y, lr, epsilon, mixture) for mixture in mixtures[1:]]
+            untouched = Candidate(lr.v, lr.settings | {"epsilon": epsilon, "mixture": 0.0})
+            best = trial.best([untouched, best, *others])
+        return best
+
+    def _solve_exact(
+        self, ridge: SupportRidge, y: Tensor, lr: Candidate, epsilon: float, mixture: float
+    ) -> Candidate:
+        """Alternate transport and regression; neither raises the objective (design, section 1)."""
+        v, potentials = lr.v, None
+        for _ in range(self.alternations):
+            plan = transport.couple(
+                ridge.predictions(v),
+                y,
+                epsilon,
+                coupling=self.coupling,
+                relative=self.relative,
+                start=potentials,
+            )
+            potentials = plan.potentials
+            targets = (1 - mixture) * y + mixture * plan.targets
+            v = ridge.dual(targets, lr.settings["damping"])
+        settings = {
+            "epsilon": epsilon,
+            "mixture": mixture,
+            "transport_converged": plan.converged,
+            "transport_marginal_error": plan.marginal_error,
+        }
+        return Candidate(v, lr.settings | settings)
+
+    def _solve_printed(
+        self, ridge: SupportRidge, y: Tensor, lr: Candidate, epsilon: float, mixture: float
+    ) -> Candidate:
+        """The stationary point of the printed gradient: LR on neighbour-averaged rows."""
+        smoother = transport.smoothing(y, epsilon, relative=self.relative)
+        mixed = mixture * smoother + (1 - mixture) * torch.eye(len(y), dtype=y.dtype)
+        v = ridge.smoothed_dual(y, lr.settings["damping"], mixed)
+        return Candidate(v, lr.settings | {"epsilon": epsilon, "mixture": mixture})
+
+    def _first_order(
+        self, ridge: SupportRidge, trial: _Trial, solution: Candidate, samples_per_row: int
+    ) -> Candidate:
+        """Add the step of the first-order term, `t - α` with α = first_order / m."""
+
+        def step(damping: float, first_order: float) -> Candidate:
+            shift = torch.full_like(solution.v, first_order / samples_per_row)
+            settings = {"step_damping": damping, "first_order": first_order}
+            v = solution.v - ridge.solve(shift, damping)
+            return Candidate(v, solution.settings | settings)
+
+        size = 1.0 if self.first_order == "auto" else self.first_order
+        taken = step(self._step_damping, size)
+        if self.damping == "auto":
+            taken = trial.line(
+                self._step_damping, lambda d: step(d, size), DAMPING_FACTOR, DAMPING_RANGE
+            )
+            self._step_damping = taken.settings["step_damping"]
+        if self.first_order == "auto":
+            taken = trial.line(size, lambda a: step(self._step_damping, a), 2.0, STEP_RANGE)
+            none = Candidate(solution.v, solution.settings | {"first_order": 0.0})
+            taken = trial.best([none, taken])
+        return taken
+
+
+@dataclass
+class Candidate:
+    """A solution `v` (n,) of the regression, the settings behind it, its loss once measured."""
+
+    v: Tensor
+    settings: dict[str, Any]
+    loss: float | None = None
+
+
+@dataclass
+class _Trial:
+    """Choice among solutions by the loss on held-out samples."""
+
+    ridge: SupportRidge
+    held_out_loss: Callable[[Tensor], float] | None
+
+    def best(self, candidates: list[Candidate]) -> Candidate:
+        """The candidate of the lowest loss, the first one among equals."""
+        return candidates[0] if len(candidates) == 1 else min(candidates, key=self._loss)
+
+    def line(
+        self,
+        start: float,
+        make: Callable[[float], Candidate],
+        factor: float,
+        bounds: tuple[float, float],
+    ) -> Candidate:
+        """Multiply or divide the setting by `factor` while the loss falls."""
+        best = make(start)
+        for ratio in (factor, 1 / factor):
+            value = start * ratio
+            while bounds[0] <= value <= bounds[1]:
+                candidate = make(value)
+                if not self._loss(candidate) < self._loss(best):
+                    break
+                best, value = candidate, value * ratio
+        return best
+
+    def _loss(self, candidate: Candidate) -> float:
+        assert self.held_out_loss is not None
+        if candidate.loss is None:
+            candidate.loss = self.held_out_loss(self.ridge.weights(candidate.v))
+        return candidate.loss

@@ -1,0 +1,447 @@
+"""Staged pruning (Algorithm 1) and the library's one entry point, `prune`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+from tqdm import tqdm
+
+from swap_prune import batchnorm as batchnorm_statistics
+from swap_prune.calibration import Batch, CalibrationStream, Samples
+from swap_prune.errors import InputError
+from swap_prune.evaluation import check_labels, mean_loss
+from swap_prune.gradients import GradientOperator, gradient_rows
+from swap_prune.gradients.rows import Loss, call, evaluation_mode
+from swap_prune.methods import Auto, Magnitude, Method, Stage, WassersteinRegression
+from swap_prune.prunable import PrunableWeights, Selector, select_weights
+from swap_prune.regression import Budget
+from swap_prune.schedule import sparsities
+
+METHODS = ("magnitude", "lr", "ewr")
+COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
+# At most this many samples are held out, and at most this fraction of the data.
+HELD_OUT_SAMPLES = 1000
+HELD_OUT_FRACTION = 0.2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that, with the model and the data, fixes a run. See `prune` for the meaning."""
+
+    sparsity: float
+    method: str = "ewr"
+    stages: int = 15
+    schedule: str | tuple[float, ...] = "cubic"
+    correcting: int | None = None
+    samples: int | None = None
+    samples_per_row: int | None = None
+    held_out: int | None = None
+    damping: float | Auto = "auto"
+    first_order: float | Auto = "auto"
+    epsilon: float | Auto = "auto"
+    relative: bool = True
+    mixture: float | Auto = "auto"
+    coupling: str = "sinkhorn"
+    derivative: str = "exact"
+    selection: str = "saliency"
+    alternations: int = 3
+    per_layer: bool = False
+    batchnorm: str = "auto"
+    include: tuple[Selector, ...] | None = None
+    exclude: tuple[Selector, ...] = ()
+    seed: int = 0
+
+
+@dataclass
+class PruneResult:
+    """A pruned model and how it came about.
+
+    Attributes:
+        model: the pruned model; pruned weights are exactly zero.
+        masks: by parameter name, True where a weight stays.
+        sparsity: the fraction of the prunable weights that is zero.
+        nonzeros: how many are not.
+        layer_sparsity: the fraction of zeros by parameter name.
+        history: one dict a stage: sparsity, nonzeros, held-out loss, the settings chosen, seconds.
+        seconds: the time spent on `gradients`, `solve` and in `total`.
+        settings: the resolved settings of the run.
+    """
+
+    model: nn.Module
+    masks: dict[str, Tensor]
+    sparsity: float
+    nonzeros: int
+    layer_sparsity: dict[str, float]
+    history: list[dict[str, Any]]
+    seconds: dict[str, float]
+    settings: dict[str, Any]
+
+
+def prune(
+    model: nn.Module,
+    calibration: Any,
+    *,
+    sparsity: float,
+    method: str = "ewr",
+    loss: Loss | None = None,
+    in_place: bool = False,
+    progress: bool = False,
+    **settings: Any,
+) -> PruneResult:
+    """Prune a trained model with a little calibration data, without training.
+
+    Args:
+        model: any module; it is left as it is unless `in_place`.
+        calibration: a Dataset or DataLoader of pairs (input, target), or a pair of tensors
+            (inputs, targets). Inputs may be tuples or dicts of tensors.
+        sparsity: the fraction of the prunable weights to set to zero, in [0, 1).
+        method: "ewr", "lr" or "magnitude".
+        loss: `loss(model(x), targets)`, a scalar, the mean over the batch; default: cross-entropy.
+        in_place: change the given model instead of a copy.
+        progress: show a progress bar on standard error.
+        **settings: the rest, each with a default that suits most models:
+
+            stages: how many times weights are cut and gradients taken anew (15).
+            schedule: "cubic", "linear", or a list of sparsities, one a stage.
+            correcting: how many of the last stages move weights without cutting any (two fifths).
+            samples: rows of G a stage (1000, or as many as the data has).
+            samples_per_row: samples averaged in a row (up to 16, as the data allows).
+            held_out: samples kept back to choose settings by (a fifth of the data, at most 1000).
+            damping: λ, or "auto" to choose it on the held-out samples.
+            first_order: weight of the first-order term; 0 leaves it out; or "auto".
+            epsilon: entropic regularisation, or "auto".
+            relative: epsilon in units of the variance of y (True), or absolute as in the paper.
+            mixture: weight of the transport plan against the diagonal (LR), or "auto".
+            coupling: "sinkhorn", "gaussian" or "gaussian-printed" (the paper's Algorithm 3).
+            derivative: "exact", or "printed" as in the paper.
+            selection: "saliency" or "iht".
+            alternations: transport and regression in turn, this many times a stage (3).
+            per_layer: prune every layer alike instead of all weights together.
+            batchnorm: re-estimate BatchNorm's statistics after a stage "always", "never", or
+                where that lowers the held-out loss ("auto").
+            include, exclude: name patterns or module types of the prunable weights (default:
+                Linear and Conv layers); see `select_weights`.
+            seed: fixes the samples drawn, and so the result on one machine.
+
+    Returns:
+        The pruned model with masks, history and timings.
+
+    Raises:
+        InputError: an argument can't be used; the model is unchanged then.
+    """
+    unknown = settings.keys() - Settings.__dataclass_fields__.keys()
+    if unknown:
+        accepted = ", ".join(sorted(Settings.__dataclass_fields__))
+        raise InputError(f"setting {min(unknown)!r} is unknown; accepted are {accepted}")
+    given = Settings(sparsity=sparsity, method=method, **settings)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
+    _check(given)
+    samples = Samples(calibration)
+    resolved = _resolve(given, len(samples))
+    weights = select_weights(model, resolved.include, resolved.exclude)
+    if round_to_kept(weights.size, sparsity) == 0:
+        raise InputError(
+            f"sparsity={sparsity} leaves none of the {weights.size} prunable weights; "
+            f"at most {1 - 1 / weights.size:.6g} is possible"
+        )
+    run = _Run(copy.deepcopy(model), weights, samples, loss, resolved, progress)
+    result = run.execute()
+    if in_place:
+        model.load_state_dict(result.model.state_dict())
+        result.model = model
+    return result
+
+
+def round_to_kept(p: int, sparsity: float) -> int:
+    """k, the number of weights that stay of `p` at a sparsity."""
+    return p - round(p * sparsity)
+
+
+class _Run:
+    """The stages of one call of `prune`, on a model of its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: PrunableWeights,
+        samples: Samples,
+        loss: Loss | None,
+        settings: Settings,
+        progress: bool,
+    ) -> None:
+        assert settings.held_out is not None
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.model, self.weights, self.settings = model, weights, settings
+        self.default_loss = loss is None
+        self.loss: Loss = functional.cross_entropy if loss is None else loss
+        self.stream = CalibrationStream(samples, settings.held_out, generator)
+        self.held_out = self._checked(self.stream.held_out()) if settings.held_out else None
+        self.method = build_method(settings)
+        self.has_statistics = bool(batchnorm_statistics.layers(model))
+        self.buffer: Tensor | None = None
+        self.seconds = {"gradients": 0.0, "solve": 0.0}
+        self.bar = tqdm(
+            total=settings.stages * self._stage_samples(),
+            disable=not progress,
+            unit="sample",
+            file=sys.stderr,
+        )
+
+    def execute(self) -> PruneResult:
+        """All stages, then the report."""
+        start = time.perf_counter()
+        settings = self.settings
+        assert settings.correcting is not None
+        steps = sparsities(
+            settings.schedule, settings.sparsity, settings.stages, settings.correcting
+        )
+        history = []
+        with self.bar:
+            for number, sparsity in enumerate(steps, start=1):
+                history.append(self._stage(number, sparsity))
+        self.seconds["total"] = time.perf_counter() - start
+        w = self.weights.read(self.model)
+        masks = {name: mask != 0 for name, mask in self.weights.split(w).items()}
+        nonzeros = int((w != 0).sum())
+        return PruneResult(
+            model=self.model,
+            masks=masks,
+            sparsity=1 - nonzeros / self.weights.size,
+            nonzeros=nonzeros,
+            layer_sparsity={name: 1 - float(m.float().mean()) for name, m in masks.items()},
+            history=history,
+            seconds=self.seconds,
+            settings=describe(settings),
+        )
+
+    def _stage(self, number: int, sparsity: float) -> dict[str, Any]:
+        """Take gradients, prune to `sparsity`, write the weights; a line of the history."""
+        where = f"stage {number}/{self.settings.stages}, sparsity {sparsity:.3f}"
+        start = time.perf_counter()
+        w_bar = self.weights.read(self.model)
+        batch = gradients = None
+        if self.method.needs_gradients or self._statistics_wanted():
+            batch = self._checked(self.stream.draw(self._stage_samples()))
+        if self.method.needs_gradients and batch is not None:
+            self.bar.set_description(f"{where}: gradients")
+            gradients = self._gradients(batch)
+        else:
+            self.bar.update(self._stage_samples())
+        self.seconds["gradients"] += time.perf_counter() - start
+
+        self.bar.set_description(f"{where}: solving")
+        start_solve = time.perf_counter()
+        stage = Stage(
+            gradients=gradients,
+            w_bar=w_bar,
+            budget=self._budget(sparsity),
+            samples_per_row=self.settings.samples_per_row or 1,
+            held_out_loss=None if self.held_out is None else self._held_out_loss,
+        )
+        w, chosen = self.method.prune(stage)
+        if not torch.isfinite(w).all():
+            raise InputError(
+                f"the weights became infinite at {where}; a larger damping than "
+                f"{chosen.get('damping')} is needed"
+            )
+        self.weights.write(self.model, w)
+        if batch is not None and self._statistics_wanted():
+            chosen["batchnorm"] = self._reestimate(batch[0])
+        self.seconds["solve"] += time.perf_counter() - start_solve
+        line = {
+            "stage": number,
+            "sparsity": 1 - int((w != 0).sum()) / self.weights.size,
+            "nonzeros": int((w != 0).sum()),
+            "held_out_loss": None if self.held_out is None else self._held_out_loss(w),
+            **chosen,
+            "seconds": time.perf_counter() - start,
+        }
+        if line["held_out_loss"] is not None:
+            self.bar.set_postfix(held_out_loss=f"{line['held_out_loss']:.4f}")
+        return line
+
+    def _gradients(self, batch: Batch) -> GradientOperator:
+        if self.buffer is None:
+            rows = self._stage_samples() // (self.settings.samples_per_row or 1)
+            self.buffer = torch.empty(rows, self.weights.size)
+        return gradient_rows(
+            self.model,
+            self.weights,
+            batch[0],
+            batch[1],
+            self.loss,
+            self.settings.samples_per_row or 1,
+            out=self.buffer,
+            progress=self.bar.update,
+        )
+
+    def _budget(self, sparsity: float) -> Budget:
+        k = max(1, round_to_kept(self.weights.size, sparsity))
+        if self.settings.per_layer:
+            return Budget.per_layer([part for _, _, part in self.weights.slices()], k)
+        return Budget.over_all(self.weights.size, k)
+
+    def _held_out_loss(self, w: Tensor) -> float:
+        assert self.held_out is not None
+        self.weights.write(self.model, w)
+        return mean_loss(self.model, self.held_out, self.loss)
+
+    def _statistics_wanted(self) -> bool:
+        return self.has_statistics and self.settings.batchnorm != "never"
+
+    def _reestimate(self, inputs: Any) -> str:
+        """Re-estimate BatchNorm's statistics; under "auto" keep them only where that helps."""
+        before = batchnorm_statistics.statistics(self.model)
+        auto = self.settings.batchnorm == "auto" and self.held_out is not None
+        loss_before = self._current_loss() if auto else math.inf
+        few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
+        batchnorm_statistics.reestimate(self.model, few)
+        if auto and not self._current_loss() < loss_before:
+            batchnorm_statistics.restore(self.model, before)
+            return "kept"
+        return "re-estimated"
+
+    def _current_loss(self) -> float:
+        assert self.held_out is not None
+        return mean_loss(self.model, self.held_out, self.loss)
+
+    def _stage_samples(self) -> int:
+        return (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
+
+    def _checked(self, batch: Batch) -> Batch:
+        """The batch, once its labels are known to fit the model."""
+        if self.default_loss:
+            one = tree_map(lambda leaf: leaf[:1], batch[0])
+            with torch.no_grad(), evaluation_mode(self.model):
+                output = _probe(self.model, one)
+            check_labels(output, batch[1], None)
+        return batch
+
+
+def _probe(model: nn.Module, inputs: Any) -> Any:
+    try:
+        return call(model, inputs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"the model can't be called on a calibration sample: {reason}") from error
+
+
+def build_method(settings: Settings) -> Method:
+    """The method that the settings name."""
+    if settings.method == "magnitude":
+        return Magnitude()
+    return WassersteinRegression(
+        damping=settings.damping,
+        first_order=settings.first_order,
+        coupling="identity" if settings.method == "lr" else settings.coupling,
+        epsilon=settings.epsilon,
+        relative=settings.relative,
+        mixture=settings.mixture,
+        derivative=settings.derivative,
+        selection=settings.selection,
+        alternations=settings.alternations,
+    )
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """The settings as JSON can hold them."""
+    described = asdict(settings)
+    for name in ("include", "exclude"):
+        if described[name] is not None:
+            described[name] = [s if isinstance(s, str) else s.__name__ for s in described[name]]
+    return described
+
+
+def _resolve(given: Settings, available: int) -> Settings:
+    """Fill in what depends on the amount of data; raise when there is too little of it."""
+    searching = given.method != "magnitude" and "auto" in (given.damping, given.first_order)
+    held_out = given.held_out
+    if held_out is None:
+        held_out = min(HELD_OUT_SAMPLES, int(available * HELD_OUT_FRACTION))
+        if given.samples is not None:
+            held_out = min(held_out, available - given.samples * (given.samples_per_row or 1))
+        held_out = max(held_out, 0)
+    if held_out == 0 and (searching or (given.method == "ewr" and given.mixture == "auto")):
+        raise InputError(
+            f"settings that are 'auto' need held-out samples, but none of the {available} "
+            "calibration samples is left; give fewer samples, or numbers for damping, "
+            "first_order, epsilon and mixture"
+        )
+    pool = available - held_out
+    samples = given.samples or max(1, min(1000, pool // (given.samples_per_row or 1)))
+    per_row = given.samples_per_row or max(1, min(16, pool // samples))
+    if samples * per_row > pool:
+        raise InputError(
+            f"samples={samples} rows of samples_per_row={per_row} and held_out={held_out} need "
+            f"{samples * per_row + held_out} samples; calibration holds {available}"
+        )
+    correcting = given.correcting
+    if correcting is None:
+        correcting = 0 if given.method == "magnitude" else 2 * given.stages // 5
+    return Settings(
+        **{
+            **given.__dict__,
+            "samples": samples,
+            "samples_per_row": per_row,
+            "held_out": held_out,
+            "correcting": correcting,
+            "schedule": given.schedule
+            if isinstance(given.schedule, str)
+            else tuple(given.schedule),
+        }
+    )
+
+
+def _check(settings: Settings) -> None:
+    """Raise an InputError for a value that no run can use."""
+    _check_number("sparsity", settings.sparsity, "a number in [0, 1)", lambda v: 0 <= v < 1)
+    for name, accepted in (
+        ("method", METHODS),
+        ("coupling", COUPLINGS),
+        ("derivative", ("exact", "printed")),
+        ("selection", ("saliency", "iht")),
+        ("batchnorm", ("auto", "always", "never")),
+    ):
+        value = getattr(settings, name)
+        if value not in accepted:
+            raise InputError(f"{name}={value!r} is unknown; accepted are {', '.join(accepted)}")
+    for name, least in (
+        ("stages", 1),
+        ("correcting", 0),
+        ("samples", 1),
+        ("samples_per_row", 1),
+        ("held_out", 0),
+        ("alternations", 1),
+        ("seed", 0),
+    ):
+        value = getattr(settings, name)
+        optional = Settings.__dataclass_fields__[name].default is None
+        if not (optional and value is None) and (
+            not isinstance(value, int) or isinstance(value, bool) or value < least
+        ):
+            raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+    for name, described, accepts in (
+        ("damping", "a positive number", lambda v: 0 < v < math.inf),
+        ("first_order", "a number of at least 0", lambda v: 0 <= v < math.inf),
+        ("epsilon", "a number of at least 0", lambda v: v >= 0),
+        ("mixture", "a number in [0, 1]", lambda v: 0 <= v <= 1),
+    ):
+        value = getattr(settings, name)
+        if value != "auto":
+            _check_number(name, value, f"{described}, or 'auto'", accepts)
+
+
+def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not numeric or not accepts(value):
+        raise InputError(f"{name}={value!r} must be {described}")

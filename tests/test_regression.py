@@ -1,0 +1,175 @@
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swap_prune import transport
+from swap_prune.gradients import DenseGradients
+from swap_prune.regression import (
+    Budget,
+    SupportRidge,
+    hard_threshold_descent,
+    objective,
+)
+
+
+def problem(n: int, p: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    G = DenseGradients(torch.randn(n, p, generator=generator))
+    w_bar = torch.randn(p, generator=generator)
+    targets = G @ w_bar - 0.5 + 0.1 * torch.randn(n, generator=generator)
+    return G, w_bar, targets
+
+
+def dense_minimum(G, targets, w_bar, support, damping):
+    """The oracle: normal equations on the support, in float64."""
+    n = G.shape[0]
+    A = G.rows()[:, support].double()
+    H = A.T @ A / n + damping * torch.eye(len(support), dtype=torch.float64)
+    b = A.T @ targets.double() / n + damping * w_bar[support].double()
+    w = torch.zeros(len(w_bar), dtype=torch.float64)
+    w[support] = torch.linalg.solve(H, b)
+    return w.float()
+
+
+@pytest.mark.parametrize(("n", "p"), [(6, 30), (30, 6), (1, 4), (8, 8)])
+@pytest.mark.parametrize("damping", [1e-3, 0.1, 10.0])
+def test_back_solve_is_the_minimum_on_the_support(n, p, damping):
+    G, w_bar, targets = problem(n, p, 0)
+    support = torch.arange(0, p, 2)
+    ridge = SupportRidge(G, w_bar, support)
+    v = ridge.dual(targets, damping)
+    w = ridge.weights(v)
+    expected = dense_minimum(G, targets, w_bar, support, damping)
+    torch.testing.assert_close(w, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ridge.predictions(v).float(), G @ w, rtol=1e-3, atol=1e-4)
+
+
+def test_first_order_term_is_a_shift_of_the_targets():
+    G, w_bar, _ = problem(12, 7, 1)
+    w = w_bar.clone().requires_grad_(True)
+    alpha, damping = 0.3, 0.05
+    full = (
+        (G.rows() @ (w - w_bar)).square().mean() / 2
+        + alpha * G.rows().mean(0) @ (w - w_bar)
+        + damping / 2 * (w - w_bar).square().sum()
+    )
+    (slope,) = torch.autograd.grad(full, w)
+    minimum = SupportRidge(G, w_bar, torch.arange(7))
+    step = minimum.weights(minimum.dual(G @ w_bar - alpha, damping)) - w_bar
+    hessian = G.rows().T @ G.rows() / 12 + damping * torch.eye(7)
+    torch.testing.assert_close(step, -torch.linalg.solve(hessian, slope), rtol=1e-3, atol=1e-5)
+
+
+def test_saliency_is_the_rise_of_the_objective():
+    G, w_bar, targets = problem(20, 9, 2)
+    damping, everything = 0.02, torch.arange(9)
+    ridge = SupportRidge(G, w_bar, everything)
+    scores = ridge.saliency(targets, damping)
+    lowest = objective(G, targets, ridge.weights(ridge.dual(targets, damping)), w_bar, damping)
+    for i in range(9):
+        rest = everything[everything != i]
+        w = dense_minimum(G, targets, w_bar, rest, damping)
+        rise = objective(G, targets, w, w_bar, damping) - lowest
+        assert float(scores[i]) == pytest.approx(rise, rel=2e-2, abs=1e-5)
+
+
+def test_printed_gradient_vanishes_at_the_smoothed_solution():
+    G, w_bar, targets = problem(15, 8, 3)
+    support, damping = torch.tensor([0, 2, 3, 7]), 0.1
+    smoother = transport.smoothing(targets.double(), 0.1)
+    ridge = SupportRidge(G, w_bar, support)
+    w = ridge.weights(ridge.smoothed_dual(targets, damping, smoother))
+    residual = smoother.float() @ (G @ w - targets)
+    slope = (G.T @ residual / 15 + damping * (w - w_bar))[support]
+    assert slope.abs().max() < 1e-4
+    same = ridge.smoothed_dual(targets, damping, torch.eye(15, dtype=torch.float64))
+    torch.testing.assert_close(same, ridge.dual(targets, damping), rtol=1e-5, atol=1e-8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), k=st.integers(1, 12), damping=st.sampled_from([1e-3, 0.1, 1.0]))
+def test_thresholding_never_raises_the_objective_and_keeps_the_budget(seed, k, damping):
+    G, w_bar, targets = problem(10, 12, seed)
+    budget = Budget.over_all(12, k)
+    w = budget.threshold(w_bar)
+    before = objective(G, targets, w, w_bar, damping)
+    for iterations in (1, 2, 5, 20):
+        w = hard_threshold_descent(G, targets, w_bar, budget, damping, iterations)
+        after = objective(G, targets, w, w_bar, damping)
+        assert int((w != 0).sum()) <= k
+        assert after <= before * (1 + 1e-9)
+        before = after
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_close_to_brute_force_over_supports(seed):
+    n, p, k, damping = 12, 9, 4, 0.05
+    G, w_bar, targets = problem(n, p, seed)
+
+    def value(support):
+        w = dense_minimum(G, targets, w_bar, torch.as_tensor(support), damping)
+        return objective(G, targets, w, w_bar, damping)
+
+    every = sorted(value(support) for support in combinations(range(p), k))
+    budget = Budget.over_all(p, k)
+    everything = SupportRidge(G, w_bar, torch.arange(p))
+    by_saliency = value(budget.select(everything.saliency(targets, damping)))
+    descended = hard_threshold_descent(G, targets, w_bar, budget, damping).nonzero().flatten()
+    # Of 126 supports; a support at random would be near the middle, at place 63.
+    assert sum(v < by_saliency * (1 - 1e-6) for v in every) < 40
+    assert sum(v < value(descended) * (1 - 1e-6) for v in every) < 40
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    epsilon=st.sampled_from([0.0, 0.05, 0.5, 5.0, float("inf")]),
+    mixture=st.sampled_from([0.3, 1.0]),
+)
+def test_alternation_never_raises_the_full_objective(seed, epsilon, mixture):
+    """Transport cost + epsilon KL + damping, with the diagonal coupling mixed in."""
+    G, w_bar, _ = problem(14, 10, seed)
+    y = (G @ w_bar).double()
+    support, damping = torch.arange(0, 10, 3), 0.05
+    ridge = SupportRidge(G, w_bar, support)
+    v = ridge.dual(y, damping)
+    values = []
+    for _ in range(6):
+        x = ridge.predictions(v)
+        plan = transport.couple(x, y, epsilon, tolerance=1e-10)
+        diagonal = float((x - y).square().mean())
+        divergence = 0.0 if plan.epsilon == float("inf") else plan.epsilon * plan.divergence
+        values.append(
+            (1 - mixture) * diagonal
+            + mixture * (plan.cost + divergence)
+            + damping * float((ridge.weights(v) - w_bar).double().square().sum())
+        )
+        v = ridge.dual((1 - mixture) * y + mixture * plan.targets, damping)
+    for before, after in pairwise(values):
+        assert after <= before * (1 + 1e-6) + 1e-9
+
+
+def test_budgets_are_exact():
+    scores = torch.tensor([5.0, 1.0, 4.0, 3.0, 2.0, 9.0])
+    assert Budget.over_all(6, 2).select(scores).tolist() == [0, 5]
+    layers = [slice(0, 4), slice(4, 6)]
+    per_layer = Budget.per_layer(layers, 3)
+    assert (per_layer.k, per_layer.counts) == (3, (2, 1))
+    assert per_layer.select(scores).tolist() == [0, 2, 5]
+    for k in range(1, 7):
+        assert Budget.per_layer(layers, k).k == k
+
+
+def test_degenerate_problems_stay_finite():
+    w_bar = torch.tensor([1.0, -2.0, 0.5])
+    for matrix in (torch.zeros(4, 3), torch.ones(1, 3), torch.ones(5, 3)):
+        G = DenseGradients(matrix)
+        ridge = SupportRidge(G, w_bar, torch.arange(3))
+        y = G @ w_bar
+        assert torch.isfinite(ridge.saliency(y, 0.01)).all()
+        assert torch.isfinite(ridge.weights(ridge.dual(y - 1, 0.01))).all()
+        w = hard_threshold_descent(G, y, w_bar, Budget.over_all(3, 2), 0.01)
+        assert int((w != 0).sum()) == 2
