@@ -166,8 +166,9 @@ class SupportRidge:
     """The exact minimum on a support, for any targets and any damping.
 
     With `δ = w_S - w_bar_S` the minimiser is `δ = G_Sᵀ v`, where
-    `v = (G_S G_Sᵀ + nλ I)⁻¹ (t - G_S w_bar_S)` (Woodbury). One eigendecomposition of the n × n matrix serves every λ and every t, and all but
-    the last step, `weights`, happens among n numbers.
+    `v = (G_S G_Sᵀ + nλ I)⁻¹ (t - G_S w_bar_S)` (Woodbury).
+    One eigendecomposition of the n × n matrix serves every λ and every t, and all but the last
+    step, `weights`, happens among n numbers.
     """
 
     def __init__(self, gradients: GradientOperator, w_bar: Tensor, support: Tensor) -> None:

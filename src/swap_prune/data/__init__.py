@@ -71,7 +71,8 @@ def _from_factory(reference: str) -> Splits:
             f"data set {reference!r} returned an object of type {type(made).__name__}; a pair "
             "(train, test) of data sets with a length, or a Splits, is expected"
         )
-    return Splits(*made, name=reference)
+    train, test = made
+    return Splits(train, test, reference)
 
 
 def _is_indexable(data_set: object) -> bool:
