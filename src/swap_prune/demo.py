@@ -1,0 +1,127 @@
+"""The demo: an embedded digits network, every method, clean and noisy calibration data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from swap_prune import data, models
+from swap_prune.errors import InputError
+from swap_prune.evaluation import evaluate
+from swap_prune.noise import add_input_noise
+from swap_prune.pruning import METHODS, PruneResult, prune
+from swap_prune.run_directory import check_output, write_run
+
+SPARSITIES = (0.9, 0.95, 0.98)
+# A quarter of the calibration images, with noise as strong as the images vary.
+NOISE_FRACTION, NOISE_DEVIATION = 0.25, 1.0
+SEED = 0
+STAGES = 10
+PICTURE = "accuracy.png"
+
+
+def run_demo(out: Path, overwrite: bool) -> None:
+    """Prune the digits network to 90, 95 and 98%; print a table and write results to `out`."""
+    check_output(out, overwrite)
+    model, splits = models.pretrained("digits"), data.load("digits")
+    inputs, targets = splits.train[:]
+    generator = torch.Generator().manual_seed(SEED)
+    noisy = add_input_noise(inputs, NOISE_FRACTION, NOISE_DEVIATION, generator)
+    calibration = {"clean": (inputs, targets), "noisy": (noisy, targets)}
+    dense = evaluate(model, splits.test)
+    rows: list[dict[str, Any]] = []
+    best: PruneResult | None = None
+    cases = [(c, m, s) for c in calibration for m in METHODS for s in SPARSITIES]
+    with tqdm(cases, unit="run") as bar:
+        for condition, method, sparsity in bar:
+            bar.set_description(f"{condition} data, {method}, sparsity {sparsity}")
+            result = prune(
+                model,
+                calibration[condition],
+                sparsity=sparsity,
+                method=method,
+                stages=STAGES,
+                seed=SEED,
+            )
+            score = evaluate(result.model, splits.test)
+            rows.append(
+                {
+                    "calibration": condition,
+                    "method": method,
+                    "sparsity": sparsity,
+                    "nonzeros": result.nonzeros,
+                    "top1": score.top1,
+                    "loss": score.loss,
+                    "seconds": result.seconds["total"],
+                }
+            )
+            if (condition, method, sparsity) == ("clean", "ewr", SPARSITIES[0]):
+                best = result
+    assert best is not None
+    contents = {
+        "top1_dense": dense.top1,
+        "loss_dense": dense.loss,
+        "test_samples": dense.samples,
+        "runs": rows,
+        "noise": {"fraction": NOISE_FRACTION, "deviation": NOISE_DEVIATION},
+        "configuration": {"model": "digits", "data": "digits", **best.settings},
+    }
+    write_run(out, best.model, contents)
+    _draw(rows, dense.top1 or 0.0, out / PICTURE)
+    print(table(rows, dense.top1 or 0.0, dense.samples))
+    print(
+        f"\nwritten to {out}/: model.safetensors (clean, ewr, {SPARSITIES[0]:.0%}), "
+        f"result.json, {PICTURE}"
+    )
+
+
+def table(rows: list[dict[str, Any]], dense: float, samples: int) -> str:
+    """Top-1 by calibration data and method (lines) and sparsity (columns)."""
+    lines = [
+        f"top-1 accuracy in % on {samples} test images; dense model {dense:.1f}; one seed",
+        "",
+        f"{'calibration':12} {'method':10}"
+        + "".join(f"{f'{s:.0%} zeros':>12}" for s in SPARSITIES),
+    ]
+    for condition, method in dict.fromkeys((r["calibration"], r["method"]) for r in rows):
+        scores = [r["top1"] for r in rows if (r["calibration"], r["method"]) == (condition, method)]
+        lines.append(f"{condition:12} {method:10}" + "".join(f"{v:>12.1f}" for v in scores))
+    return "\n".join(lines)
+
+
+def _draw(rows: list[dict[str, Any]], dense: float, path: Path) -> None:
+    """One panel for clean and one for noisy calibration data: top-1 against sparsity."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise InputError("the demo draws with matplotlib: install swap-prune[demo]") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axis, condition in zip(axes, ("clean", "noisy"), strict=True):
+        axis.axhline(dense, color="0.6", linestyle=":", label="dense model")
+        for method, marker in zip(METHODS, "osD", strict=True):
+            chosen = [r for r in rows if (r["calibration"], r["method"]) == (condition, method)]
+            axis.plot(
+                [100 * r["sparsity"] for r in chosen],
+                [r["top1"] for r in chosen],
+                marker=marker,
+                markersize=7 if method == "lr" else 5,
+                linestyle="--" if method == "lr" else "-",
+                label=method,
+            )
+        axis.set_title(f"{condition} calibration data")
+        axis.set_xlabel("pruned weights, %")
+        axis.set_xticks([100 * s for s in SPARSITIES])
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("top-1 on test images, %")
+    axes[0].legend()
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, path)
+    pyplot.close(figure)
