@@ -371,13 +371,12 @@ def sinkhorn(
     row_means = state.average(problem.y)
     scatter = (state.average(problem.y.square()) - row_means.square()).clamp(min=0)
     cost = float(a @ ((X + shift - row_means).square() + scatter))
-    g = torch.empty_like(Y)
-    g[order] = state.g
-    f = state.f
+    sorted_g, place = state.g, order.argsort()
 
     def plan() -> Tensor:
-        log_density = (f[:, None] + g - (X[:, None] - Y).square()) / epsilon
-        return a[:, None] * torch.softmax(log_density + b.log(), dim=1)
+        # Built anew, so that a coupling that is kept does not keep its kernel.
+        again = problem.state(sorted_g)
+        return again.kernel.mul_((a / again.sums)[:, None])[:, place]
 
     return Coupling(
         targets=(row_means + y_mean).to(x.dtype),
@@ -387,7 +386,7 @@ def sinkhorn(
         marginal_error=state.error,
         converged=state.converged(tolerance),
         iterations=iterations,
-        potentials=(f, g),
+        potentials=(state.f, sorted_g[place]),
         _plan=plan,
     )
 
