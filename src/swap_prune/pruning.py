@@ -364,27 +364,27 @@ def describe(settings: Settings) -> dict[str, Any]:
 
 def _resolve(given: Settings, available: int) -> Settings:
     """Fill in what depends on the amount of data; raise when there is too little of it."""
-    searching = given.method != "magnitude" and "auto" in (given.damping, given.first_order)
+    asked = (given.samples or 1) * (given.samples_per_row or 1)
     held_out = given.held_out
     if held_out is None:
-        held_out = min(HELD_OUT_SAMPLES, int(available * HELD_OUT_FRACTION))
-        if given.samples is not None:
-            held_out = min(held_out, available - given.samples * (given.samples_per_row or 1))
-        held_out = max(held_out, 0)
-    if held_out == 0 and (searching or (given.method == "ewr" and given.mixture == "auto")):
+        spare = max(0, available - asked)
+        held_out = min(HELD_OUT_SAMPLES, int(available * HELD_OUT_FRACTION), spare)
+    if asked + held_out > available:
+        raise InputError(
+            f"samples={given.samples or 1} rows of samples_per_row={given.samples_per_row or 1} "
+            f"and held_out={held_out} need {asked + held_out} samples; "
+            f"calibration holds {available}"
+        )
+    chosen_by_loss = (given.damping, given.first_order, given.epsilon, given.mixture)
+    if held_out == 0 and given.method != "magnitude" and "auto" in chosen_by_loss:
         raise InputError(
             f"settings that are 'auto' need held-out samples, but none of the {available} "
             "calibration samples is left; give fewer samples, or numbers for damping, "
             "first_order, epsilon and mixture"
         )
     pool = available - held_out
-    samples = given.samples or max(1, min(1000, pool // (given.samples_per_row or 1)))
-    per_row = given.samples_per_row or max(1, min(16, pool // samples))
-    if samples * per_row > pool:
-        raise InputError(
-            f"samples={samples} rows of samples_per_row={per_row} and held_out={held_out} need "
-            f"{samples * per_row + held_out} samples; calibration holds {available}"
-        )
+    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
+    per_row = given.samples_per_row or min(16, pool // samples)
     correcting = given.correcting
     if correcting is None:
         correcting = 0 if given.method == "magnitude" else 2 * given.stages // 5

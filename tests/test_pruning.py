@@ -1,0 +1,280 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from swap_prune import InputError, evaluate, prune
+from swap_prune.pruning import METHODS
+from swap_prune.schedule import sparsities
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+
+
+def samples(n: int = 80, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator)
+    return x, (x[:, :3] + 0.3 * x[:, 3:]).argmax(1)
+
+
+def trained() -> nn.Module:
+    model, (x, y) = network(), samples(400, 5)
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(150):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return model
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([model[0].weight.detach().flatten(), model[2].weight.detach().flatten()])
+
+
+QUICK = {"stages": 3, "samples": 20}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sparsity=st.floats(0, 0.99),
+    method=st.sampled_from(METHODS),
+    per_layer=st.booleans(),
+    selection=st.sampled_from(["saliency", "iht"]),
+)
+def test_sparsity_is_exact(sparsity, method, per_layer, selection):
+    p = 6 * 12 + 12 * 3
+    model, before = network(), weights_of(network())
+    k = p - round(p * sparsity)
+    result = prune(
+        model,
+        samples(),
+        sparsity=sparsity,
+        method=method,
+        per_layer=per_layer,
+        selection=selection,
+        **QUICK,
+    )
+    w = weights_of(result.model)
+    assert int((w != 0).sum()) == result.nonzeros == k
+    assert sum(int(mask.sum()) for mask in result.masks.values()) == k
+    assert torch.equal(weights_of(model), before)
+    if per_layer:
+        for name, size in (("0.weight", 72), ("2.weight", 36)):
+            assert abs(int(result.masks[name].sum()) - k * size / p) < 1
+
+
+def test_seed_fixes_the_result_and_another_seed_changes_it():
+    model = trained()
+    runs = [prune(model, samples(), sparsity=0.6, seed=seed, **QUICK) for seed in (3, 3, 4)]
+    first, again, other = (weights_of(run.model) for run in runs)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_in_place_changes_the_given_model_and_nothing_else_does():
+    model = trained()
+    result = prune(model, samples(), sparsity=0.5, in_place=True, **QUICK)
+    assert result.model is model
+    assert int((weights_of(model) == 0).sum()) == 54
+
+
+def test_regression_beats_magnitude_on_held_back_data():
+    model, test = trained(), samples(1000, 9)
+    losses = {
+        method: evaluate(
+            prune(model, samples(600), sparsity=0.8, method=method, stages=6).model, test
+        ).loss
+        for method in METHODS
+    }
+    assert losses["lr"] < losses["magnitude"]
+    assert losses["ewr"] < losses["magnitude"]
+
+
+def test_ewr_without_transport_is_lr():
+    model = trained()
+    lr = prune(model, samples(), sparsity=0.6, method="lr", **QUICK)
+    ewr = prune(model, samples(), sparsity=0.6, method="ewr", mixture=0.0, epsilon=0.1, **QUICK)
+    torch.testing.assert_close(weights_of(ewr.model), weights_of(lr.model), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("coupling", ["sinkhorn", "gaussian", "gaussian-printed"])
+@pytest.mark.parametrize("derivative", ["exact", "printed"])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, float("inf"), "auto"])
+def test_every_reading_of_the_paper_runs_and_is_recorded(coupling, derivative, epsilon):
+    if (coupling, derivative, epsilon) == ("gaussian-printed", "exact", float("inf")):
+        return  # the printed covariance is infinite there, which the next test is about
+    result = prune(
+        trained(),
+        samples(),
+        sparsity=0.5,
+        coupling=coupling,
+        derivative=derivative,
+        epsilon=epsilon,
+        **QUICK,
+    )
+    assert torch.isfinite(weights_of(result.model)).all()
+    assert result.settings["derivative"] == derivative
+    cutting = result.history[0]
+    assert {"damping", "epsilon", "mixture", "first_order", "held_out_loss"} <= cutting.keys()
+
+
+def test_printed_closed_form_has_no_infinite_limit():
+    with pytest.raises(InputError, match="the printed form a finite one"):
+        prune(
+            trained(),
+            samples(),
+            sparsity=0.5,
+            coupling="gaussian-printed",
+            epsilon=float("inf"),
+            **QUICK,
+        )
+
+
+def test_fixed_settings_need_no_held_out_samples():
+    fixed = {"damping": 0.1, "first_order": 1.0, "epsilon": 0.1, "mixture": 0.5, "held_out": 0}
+    result = prune(trained(), samples(20), sparsity=0.5, samples=20, stages=2, **fixed)
+    assert result.settings["held_out"] == 0
+    assert result.history[-1]["held_out_loss"] is None
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(*samples(), strict=True)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        x, y = samples()
+        return x[index], int(y[index])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        TensorDataset(*samples()),
+        Rows(),
+        DataLoader(Rows(), batch_size=7),
+        DataLoader(Stream(), batch_size=7),
+        Stream(),
+    ],
+    ids=["tensor dataset", "dataset", "loader", "stream loader", "stream"],
+)
+def test_every_kind_of_calibration_gives_the_same_model(source):
+    model = trained()
+    expected = prune(model, samples(), sparsity=0.5, **QUICK)
+    result = prune(model, source, sparsity=0.5, **QUICK)
+    assert torch.equal(weights_of(result.model), weights_of(expected.model))
+
+
+def test_small_data_resolves_to_small_batches():
+    result = prune(trained(), samples(30), sparsity=0.5, stages=2)
+    assert (result.settings["held_out"], result.settings["samples"]) == (6, 24)
+    assert result.settings["samples_per_row"] == 1
+
+
+@pytest.mark.parametrize("choice", ["auto", "always", "never"])
+def test_batchnorm_statistics(choice):
+    torch.manual_seed(0)
+    x, y = samples(400, 5)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    model.eval()[1].running_mean += 3.0  # statistics that fit nothing: re-estimation must help
+    result = prune(model, samples(), sparsity=0.1, method="magnitude", stages=1, batchnorm=choice)
+    changed = not torch.equal(result.model[1].running_mean, model[1].running_mean)
+    assert changed == (choice != "never")
+    assert result.model[1].momentum == model[1].momentum
+    assert not result.model[1].training
+
+
+def test_degenerate_gradients_give_a_valid_model():
+    model = trained()
+    x, y = samples(20)
+    constant = (x[:1].expand(20, -1).clone(), y[:1].expand(20).clone())
+    for source, loss in (
+        (constant, None),
+        ((x, y), lambda output, target: (0.0 * output).sum()),
+    ):
+        result = prune(
+            model, source, sparsity=0.5, loss=loss, stages=2, samples=4, epsilon=0.0, mixture=1.0
+        )
+        assert torch.isfinite(weights_of(result.model)).all()
+        assert result.nonzeros == 54
+    one = prune(model, (x, y), sparsity=0.5, stages=2, samples=1, samples_per_row=1)
+    assert torch.isfinite(weights_of(one.model)).all()
+
+
+BAD = {
+    "sparsity": [1.0, -0.1, float("nan"), "0.9", True],
+    "method": ["wanda"],
+    "stages": [0, 1.5],
+    "samples": [0, 10**6],
+    "samples_per_row": [50],
+    "held_out": [-1, 80],
+    "damping": [0, -1, "big", float("inf")],
+    "first_order": [-1],
+    "epsilon": [-0.1, float("nan")],
+    "mixture": [1.1],
+    "coupling": ["exact"],
+    "derivative": ["numerical"],
+    "selection": ["random"],
+    "batchnorm": [True],
+    "schedule": ["quartic", [0.2, 0.1, 0.5], [0.5]],
+    "correcting": [3, -1],
+    "alternations": [0],
+    "seed": [-1],
+    "include": [["nothing.*"]],
+    "speed": [11],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD.items() for v in values])
+def test_bad_settings_are_one_sentence_that_names_them(name, value):
+    arguments = {"sparsity": 0.5, **QUICK, name: value}
+    with pytest.raises(InputError) as error:
+        prune(network(), samples(), **arguments)
+    message = str(error.value)
+    assert name in message
+    assert "\n" not in message
+
+
+def test_bad_models_and_data():
+    x, y = samples()
+    with pytest.raises(InputError, match="leaves none of the 108"):
+        prune(network(), (x, y), sparsity=0.999)
+    with pytest.raises(InputError, match=r"label 7 .* labels 0 to 2"):
+        prune(network(), (x, torch.where(y == 1, 7, y)), sparsity=0.5, **QUICK)
+    with pytest.raises(InputError, match="no sample"):
+        prune(network(), DataLoader(TensorDataset(x[:0], y[:0])), sparsity=0.5)
+    with pytest.raises(InputError, match="of 79 and of 80 samples"):
+        prune(network(), (x, y[1:]), sparsity=0.5)
+    with pytest.raises(InputError, match="type int"):
+        prune(network(), 3, sparsity=0.5)
+    with pytest.raises(InputError, match=r"torch\.nn\.Module"):
+        prune("model", (x, y), sparsity=0.5)
+    with pytest.raises(InputError, match="can't be called on a calibration sample"):
+        prune(network(), (x[:, :4], y), sparsity=0.5, **QUICK)
+    with pytest.raises(InputError, match="pass loss="):
+        prune(network(), (x, torch.randn(80, 3)), sparsity=0.5, **QUICK)
+    poisoned = x.clone()
+    poisoned[:] = float("nan")
+    with pytest.raises(InputError, match="sample 0 is nan"):
+        prune(network(), (poisoned, y), sparsity=0.5, **QUICK)
+
+
+def test_schedules():
+    assert sparsities("linear", 0.8, 4, 0) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    cubic = sparsities("cubic", 0.9, 5, 2)
+    assert cubic[2:] == pytest.approx([0.9, 0.9, 0.9])
+    assert cubic[0] == pytest.approx(0.9 * (1 - (2 / 3) ** 3))
+    assert sparsities([0.1, 0.5], 0.5, 2, 0) == [0.1, 0.5]
