@@ -124,12 +124,15 @@ class WassersteinRegression(Method):
                 lambda damping: Candidate(ridge.dual(y, damping), {"damping": damping}),
                 DAMPING_FACTOR,
                 DAMPING_RANGE,
+                solution,
             )
             self._damping = solution.settings["damping"]
         if self.coupling != "identity" and cut:
             solution = self._transport(ridge, y, trial, solution)
         if self.first_order != 0:
             solution = self._first_order(ridge, trial, solution, stage.samples_per_row)
+        if solution.loss is not None:
+            solution.settings["held_out_loss"] = solution.loss
         return ridge.weights(solution.v), solution.settings
 
     def _support(self, stage: Stage, y: Tensor) -> Tensor:
@@ -160,7 +163,8 @@ class WassersteinRegression(Method):
         if self.mixture == "auto":
             epsilon = best.settings["epsilon"]
             others = [solve(ridge, y, lr, epsilon, mixture) for mixture in mixtures[1:]]
-            untouched = Candidate(lr.v, lr.settings | {"epsilon": epsilon, "mixture": 0.0})
+            unmixed = {"epsilon": epsilon, "mixture": 0.0}
+            untouched = Candidate(lr.v, lr.settings | unmixed, lr.loss)
             best = trial.best([untouched, best, *others])
         return best
 
@@ -213,12 +217,12 @@ class WassersteinRegression(Method):
         taken = step(self._step_damping, size)
         if self.damping == "auto":
             taken = trial.line(
-                self._step_damping, lambda d: step(d, size), DAMPING_FACTOR, DAMPING_RANGE
+                self._step_damping, lambda d: step(d, size), DAMPING_FACTOR, DAMPING_RANGE, taken
             )
             self._step_damping = taken.settings["step_damping"]
         if self.first_order == "auto":
-            taken = trial.line(size, lambda a: step(self._step_damping, a), 2.0, STEP_RANGE)
-            none = Candidate(solution.v, solution.settings | {"first_order": 0.0})
+            taken = trial.line(size, lambda a: step(self._step_damping, a), 2.0, STEP_RANGE, taken)
+            none = Candidate(solution.v, solution.settings | {"first_order": 0.0}, solution.loss)
             taken = trial.best([none, taken])
         return taken
 
@@ -249,9 +253,10 @@ class _Trial:
         make: Callable[[float], Candidate],
         factor: float,
         bounds: tuple[float, float],
+        first: Candidate,
     ) -> Candidate:
-        """Multiply or divide the setting by `factor` while the loss falls."""
-        best = make(start)
+        """From the candidate `first` at `start`, multiply or divide while the loss falls."""
+        best = first
         for ratio in (factor, 1 / factor):
             value = start * ratio
             while bounds[0] <= value <= bounds[1]:
@@ -259,6 +264,8 @@ class _Trial:
                 if not self._loss(candidate) < self._loss(best):
                     break
                 best, value = candidate, value * ratio
+            if best is not first:
+                break
         return best
 
     def _loss(self, candidate: Candidate) -> float:

@@ -255,19 +255,20 @@ class _Run:
                 f"{chosen.get('damping')} is needed"
             )
         self.weights.write(self.model, w)
+        if self.held_out is not None and "held_out_loss" not in chosen:
+            chosen["held_out_loss"] = self._current_loss()
         if batch is not None and self._statistics_wanted():
-            chosen["batchnorm"] = self._reestimate(batch[0])
+            chosen |= self._reestimate(batch[0], chosen.get("held_out_loss"))
         self.seconds["solve"] += time.perf_counter() - start_solve
         line = {
             "stage": number,
             "sparsity": 1 - int((w != 0).sum()) / self.weights.size,
             "nonzeros": int((w != 0).sum()),
-            "held_out_loss": None if self.held_out is None else self._held_out_loss(w),
             **chosen,
             "seconds": time.perf_counter() - start,
         }
-        if line["held_out_loss"] is not None:
-            self.bar.set_postfix(held_out_loss=f"{line['held_out_loss']:.4f}")
+        if "held_out_loss" in chosen:
+            self.bar.set_postfix(held_out_loss=f"{chosen['held_out_loss']:.4f}")
         return line
 
     def _gradients(self, batch: Batch) -> GradientOperator:
@@ -297,19 +298,27 @@ class _Run:
         return mean_loss(self.model, self.held_out, self.loss)
 
     def _statistics_wanted(self) -> bool:
-        return self.has_statistics and self.settings.batchnorm != "never"
+        # Without held-out samples "auto" has nothing to decide by, and leaves them alone.
+        decidable = self.settings.batchnorm == "auto" and self.held_out is not None
+        return self.has_statistics and (decidable or self.settings.batchnorm == "always")
 
-    def _reestimate(self, inputs: Any) -> str:
-        """Re-estimate BatchNorm's statistics; under "auto" keep them only where that helps."""
+    def _reestimate(self, inputs: Any, loss: float | None) -> dict[str, Any]:
+        """Re-estimate BatchNorm's statistics; under "auto" keep them only where that helps.
+
+        Args:
+            inputs: calibration inputs, samples first.
+            loss: the held-out loss so far; None when nothing is held out.
+        """
         before = batchnorm_statistics.statistics(self.model)
-        auto = self.settings.batchnorm == "auto" and self.held_out is not None
-        loss_before = self._current_loss() if auto else math.inf
         few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
         batchnorm_statistics.reestimate(self.model, few)
-        if auto and not self._current_loss() < loss_before:
+        if loss is None:
+            return {"batchnorm": "re-estimated"}
+        after = self._current_loss()
+        if self.settings.batchnorm == "auto" and not after < loss:
             batchnorm_statistics.restore(self.model, before)
-            return "kept"
-        return "re-estimated"
+            return {"batchnorm": "kept"}
+        return {"batchnorm": "re-estimated", "held_out_loss": after}
 
     def _current_loss(self) -> float:
         assert self.held_out is not None
