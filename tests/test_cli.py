@@ -1,0 +1,139 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from swap_prune import models
+from swap_prune.cli import main
+from swap_prune.run_directory import write_run
+
+TASK = ["--model", "digits", "--data", "digits"]
+QUICK = ["--stages", "2", "--samples", "50"]
+
+
+def run(*arguments: str) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_prune_writes_a_model_that_evaluates_as_reported(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run("prune", *TASK, *QUICK, "--sparsity", "0.9", "--seed", "1", "--out", out) == 0
+    assert "pruned" in capsys.readouterr().out
+    result = json.loads((out / "result.json").read_text())
+    assert {
+        "method", "sparsity", "nonzeros", "top1_dense", "loss_dense", "top1", "loss",
+        "seconds", "peak_memory_mb", "history", "configuration",
+    } <= result.keys()  # fmt: skip
+    assert (result["method"], len(result["history"])) == ("ewr", 2)
+    configuration = result["configuration"]
+    assert (configuration["seed"], configuration["samples"]) == (1, 50)
+    assert configuration["samples_per_row"] == 16
+    tensors = load_file(out / "model.safetensors")
+    model = models.build("digits")
+    models.load_weights(model, out / "model.safetensors")
+    kept = sum(int((tensors[name] != 0).sum()) for name in result["layer_sparsity"])
+    assert kept == result["nonzeros"] == 17024 - round(17024 * 0.9)
+    assert run("evaluate", *TASK, "--weights", out / "model.safetensors", "--json") == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["top1"] == result["top1"]
+    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "result.json"]
+
+
+def test_every_option_reaches_the_run(tmp_path):
+    options = {
+        "method": "ewr", "stages": 2, "correcting": 1, "samples": 20, "samples-per-row": 2,
+        "held-out": 30, "damping": 0.1, "first-order": 0.5, "epsilon": 2.0, "mixture": 0.5,
+        "coupling": "gaussian", "derivative": "exact", "selection": "iht", "alternations": 2,
+        "batchnorm": "never", "seed": 3, "schedule": "linear",
+    }  # fmt: skip
+    given = [f"--{name}={value}" for name, value in options.items()]
+    given += ["--no-relative", "--per-layer", "--exclude", "*2.weight", "--sparsity", "0.5"]
+    assert run("prune", *TASK, *given, "--out", tmp_path / "a") == 0
+    configuration = json.loads((tmp_path / "a" / "result.json").read_text())["configuration"]
+    for name, value in options.items():
+        assert configuration[name.replace("-", "_")] == value
+    assert configuration["relative"] is False
+    assert configuration["per_layer"] is True
+    assert configuration["exclude"] == ["*2.weight"]
+
+
+def test_own_model_and_data_by_factory(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_task.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from torch.utils.data import TensorDataset\n"
+        "def net():\n"
+        "    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))\n"
+        "def sets():\n"
+        "    x = torch.randn(60, 4)\n"
+        "    return (TensorDataset(x, (x[:, 0] > 0).long()),) * 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    task = ["--model", "own_task:net", "--data", "own_task:sets"]
+    assert run("prune", *task, "--stages", "2", "--sparsity", "0.5", "--out", "out") == 0
+    assert run("evaluate", *task, "--weights", "out/model.safetensors") == 0
+    assert "top-1" in capsys.readouterr().out
+
+
+def test_a_run_is_not_overwritten_unless_told(tmp_path, capsys):
+    arguments = ["prune", *TASK, *QUICK, "--method", "magnitude", "--out", tmp_path]
+    assert run(*arguments, "--sparsity", "0.5") == 0
+    before = (tmp_path / "result.json").read_bytes()
+    assert run(*arguments, "--sparsity", "0.6") == 2
+    assert "already has a run" in capsys.readouterr().err
+    assert (tmp_path / "result.json").read_bytes() == before
+    assert run(*arguments, "--sparsity", "0.6", "--overwrite") == 0
+    assert (tmp_path / "result.json").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*TASK, "--sparsity", "1.0"], "sparsity=1.0 must be a number in [0, 1)"),
+        ([*TASK, "--sparsity", "0.99999"], "leaves none"),
+        ([*TASK, "--sparsity", "0.5", "--method", "wanda"], "magnitude, lr, ewr"),
+        ([*TASK, "--sparsity", "0.5", "--samples", "5000"], "calibration holds 1297"),
+        (["--model", "vgg", "--data", "digits", "--sparsity", "0.5"], "model 'vgg'"),
+        (["--model", "digits", "--data", "svhn", "--sparsity", "0.5"], "data set 'svhn'"),
+        (["--model", "mlpnet", "--data", "digits", "--sparsity", "0.5"], "--weights is missing"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, arguments, message):
+    out = tmp_path / "out"
+    assert run("prune", *arguments, "--out", out) == 2
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert error.startswith("swap-prune: error: ")
+    assert message in error
+    assert not out.exists()
+
+
+def test_weights_that_do_not_fit_name_the_key(tmp_path, capsys):
+    state = models.pretrained("digits").state_dict()
+    key = next(iter(state))
+    save_file({**state, key: torch.zeros(2, 2)}, tmp_path / "w.safetensors")
+    weights = ["--weights", tmp_path / "w.safetensors"]
+    assert run("evaluate", *TASK, *weights) == 2
+    assert key in capsys.readouterr().err
+
+
+def test_tied_weights_are_written_under_each_name(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    write_run(tmp_path, model, {})
+    again = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    models.load_weights(again, tmp_path / "model.safetensors")
+    assert torch.equal(again[1].weight, model[0].weight)
+
+
+def test_nothing_is_left_half_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("swap_prune.run_directory.save_file", _full_disk)
+    with pytest.raises(ValueError, match="No space left"):
+        write_run(tmp_path / "out", nn.Linear(2, 2), {})
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def _full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
