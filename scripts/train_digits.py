@@ -1,11 +1,12 @@
 """Train the digits network that comes with the package, and write its weights.
 
-Run as ``python scripts/train_digits.py``; it takes a few seconds and prints the accuracy.
+Run as ``python scripts/train_digits.py``; it takes a few seconds and prints the accuracy. The
+recipe is Adam's default and was not chosen by the test set, which is looked at once, at the end.
 """
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -14,7 +15,7 @@ from swap_prune import data, models
 SEED = 0
 EPOCHS = 60
 BATCH_SIZE = 64
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
 
 
 def train(model: nn.Module, data_set: TensorDataset) -> None:
@@ -29,23 +30,11 @@ def train(model: nn.Module, data_set: TensorDataset) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, EPOCHS)
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(labels)).split(BATCH_SIZE):
-            logits = model(shift(images[batch]))
+            logits = model(images[batch])
             optimiser.zero_grad()
             functional.cross_entropy(logits, labels[batch]).backward()
             optimiser.step()
         schedule.step()
-
-
-def shift(images: Tensor) -> Tensor:
-    """Move every other batch (N, 1, 8, 8), on average, by up to one pixel each way.
-
-    At an equal training loss (about 0.05) the test accuracy is about a point higher than without
-    (97.8 and 98.2 % against 96.6 and 97.4 %, two seeds).
-    """
-    if torch.rand(()) < 0.5:
-        return images
-    down, right = torch.randint(0, 3, (2,)).tolist()
-    return functional.pad(images, (1, 1, 1, 1))[:, :, down : down + 8, right : right + 8]
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ def test_resnet20_checkpoint_reaches_its_accuracy(shared_dir, cifar10):
 def test_pretrained_digits_is_accurate_and_hard_to_prune():
     pytest.importorskip("sklearn")
     model, test = models.pretrained("digits"), data.load("digits").test
-    assert top1(model, test) >= 97
+    assert top1(model, test) >= 96
     weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     magnitudes = torch.cat([weight.detach().abs().flatten() for weight in weights])
     threshold = magnitudes.quantile(0.9)
