@@ -40,7 +40,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "resnet20": {
         "data": "cifar10",
         "weights": "resnet20_cifar10.safetensors",
-        "settings": {"stages": 15, "samples": 1000, "samples_per_row": 4},
+        "settings": {"stages": 15, "samples": 1000, "samples_per_row": 8, "held_out": 500},
     },
 }
 
