@@ -53,14 +53,14 @@ class CalibrationStream:
         """The samples that no batch contains."""
         return self.source.read(self.held_out_indices)
 
-    def draw(self, count: int) -> Batch:
-        """The next `count` samples, at most as many as the pool has."""
+    def draw(self, count: int) -> tuple[Batch, Tensor]:
+        """The next `count` samples, at most as many as the pool has, and their indices."""
         if self.position + count > len(self.pool):
             self.pool = self.pool[torch.randperm(len(self.pool), generator=self.generator)]
             self.position = 0
         chosen = self.pool[self.position : self.position + count]
         self.position += count
-        return self.source.read(chosen)
+        return self.source.read(chosen), chosen
 
 
 def _reader(source: Any) -> tuple[int, Callable[[Tensor], Batch]]:

@@ -26,7 +26,9 @@ FIRST_STEP_DAMPING = 0.3
 # Damping of the saliency, relative to the mean curvature of a weight.
 SELECTION_DAMPING = 1e-3
 DAMPING_FACTOR = 3.0
-DAMPING_RANGE = (1e-9, 1e6)
+DAMPING_RANGE = (1e-8, 1e3)
+# A step has to lower the held-out loss by this fraction to be worth searching from.
+WORTHWHILE = 1e-3
 STEP_RANGE = (1 / 16, 16.0)
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.01, 0.1, 1.0)
@@ -107,7 +109,8 @@ class WassersteinRegression(Method):
     def __post_init__(self) -> None:
         """Where the searches begin; each stage's choice is the next one's beginning."""
         self._damping = FIRST_DAMPING if self.damping == "auto" else self.damping
-        self._step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
+        self._first_step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
+        self._step_damping = self._first_step_damping
 
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
@@ -219,11 +222,15 @@ class WassersteinRegression(Method):
             taken = trial.line(
                 self._step_damping, lambda d: step(d, size), DAMPING_FACTOR, DAMPING_RANGE, taken
             )
-            self._step_damping = taken.settings["step_damping"]
         if self.first_order == "auto":
-            taken = trial.line(size, lambda a: step(self._step_damping, a), 2.0, STEP_RANGE, taken)
             none = Candidate(solution.v, solution.settings | {"first_order": 0.0}, solution.loss)
-            taken = trial.best([none, taken])
+            if not trial.improves(taken, none):
+                # The damping grew until nothing moved: no place to begin the next search.
+                self._step_damping = self._first_step_damping
+                return trial.best([none, taken])
+            damping = taken.settings["step_damping"]
+            taken = trial.line(size, lambda a: step(damping, a), 2.0, STEP_RANGE, taken)
+        self._step_damping = taken.settings["step_damping"]
         return taken
 
 
@@ -246,6 +253,10 @@ class _Trial:
     def best(self, candidates: list[Candidate]) -> Candidate:
         """The candidate of the lowest loss, the first one among equals."""
         return candidates[0] if len(candidates) == 1 else min(candidates, key=self._loss)
+
+    def improves(self, candidate: Candidate, other: Candidate) -> bool:
+        """Whether the candidate's loss is lower by more than rounding and chance explain."""
+        return self._loss(candidate) < (1 - WORTHWHILE) * self._loss(other)
 
     def line(
         self,

@@ -20,7 +20,7 @@ from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.errors import InputError
 from swap_prune.evaluation import check_labels, mean_loss
 from swap_prune.gradients import GradientOperator, gradient_rows
-from swap_prune.gradients.rows import Loss, call, evaluation_mode
+from swap_prune.gradients.rows import Loss, blame_sample, call, evaluation_mode
 from swap_prune.methods import Auto, Magnitude, Method, Stage, WassersteinRegression
 from swap_prune.prunable import PrunableWeights, Selector, select_weights
 from swap_prune.regression import Budget
@@ -154,8 +154,11 @@ def prune(
             f"sparsity={sparsity} leaves none of the {weights.size} prunable weights; "
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
-    run = _Run(copy.deepcopy(model), weights, samples, loss, resolved, progress)
+    # Rows, products and solves run on the CPU, wherever the model lives.
+    device = model.get_parameter(weights.names[0]).device
+    run = _Run(copy.deepcopy(model).cpu(), weights, samples, loss, resolved, progress)
     result = run.execute()
+    result.model.to(device)
     if in_place:
         model.load_state_dict(result.model.state_dict())
         result.model = model
@@ -185,7 +188,7 @@ class _Run:
         self.default_loss = loss is None
         self.loss: Loss = functional.cross_entropy if loss is None else loss
         self.stream = CalibrationStream(samples, settings.held_out, generator)
-        self.held_out = self._checked(self.stream.held_out()) if settings.held_out else None
+        self.held_out = self._held_out_batch() if settings.held_out else None
         self.method = build_method(settings)
         self.has_statistics = bool(batchnorm_statistics.layers(model))
         self.buffer: Tensor | None = None
@@ -231,10 +234,11 @@ class _Run:
         w_bar = self.weights.read(self.model)
         batch = gradients = None
         if self.method.needs_gradients or self._statistics_wanted():
-            batch = self._checked(self.stream.draw(self._stage_samples()))
+            batch, indices = self.stream.draw(self._stage_samples())
+            self._check_labels(batch)
         if self.method.needs_gradients and batch is not None:
             self.bar.set_description(f"{where}: gradients")
-            gradients = self._gradients(batch)
+            gradients = self._gradients(batch, indices)
         else:
             self.bar.update(self._stage_samples())
         self.seconds["gradients"] += time.perf_counter() - start
@@ -271,7 +275,7 @@ class _Run:
             self.bar.set_postfix(held_out_loss=f"{chosen['held_out_loss']:.4f}")
         return line
 
-    def _gradients(self, batch: Batch) -> GradientOperator:
+    def _gradients(self, batch: Batch, indices: Tensor) -> GradientOperator:
         if self.buffer is None:
             rows = self._stage_samples() // (self.settings.samples_per_row or 1)
             self.buffer = torch.empty(rows, self.weights.size)
@@ -284,6 +288,7 @@ class _Run:
             self.settings.samples_per_row or 1,
             out=self.buffer,
             progress=self.bar.update,
+            numbers=indices,
         )
 
     def _budget(self, sparsity: float) -> Budget:
@@ -327,14 +332,20 @@ class _Run:
     def _stage_samples(self) -> int:
         return (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
 
-    def _checked(self, batch: Batch) -> Batch:
-        """The batch, once its labels are known to fit the model."""
+    def _held_out_batch(self) -> Batch:
+        """The held-out samples, once the model is known to have a finite loss on them."""
+        batch = self.stream.held_out()
+        self._check_labels(batch)
+        if not math.isfinite(mean_loss(self.model, batch, self.loss)):
+            blame_sample(self.model, *batch, self.loss, self.stream.held_out_indices)
+        return batch
+
+    def _check_labels(self, batch: Batch) -> None:
         if self.default_loss:
             one = tree_map(lambda leaf: leaf[:1], batch[0])
             with torch.no_grad(), evaluation_mode(self.model):
                 output = _probe(self.model, one)
             check_labels(output, batch[1], None)
-        return batch
 
 
 def _probe(model: nn.Module, inputs: Any) -> Any:
@@ -368,6 +379,8 @@ def describe(settings: Settings) -> dict[str, Any]:
     for name in ("include", "exclude"):
         if described[name] is not None:
             described[name] = [s if isinstance(s, str) else s.__name__ for s in described[name]]
+    if described["epsilon"] == math.inf:
+        described["epsilon"] = "inf"  # JSON has no infinity
     return described
 
 

@@ -55,6 +55,7 @@ def gradient_rows(
     samples_per_row: int = 1,
     out: Tensor | None = None,
     progress: Callable[[int], None] | None = None,
+    numbers: Tensor | None = None,
 ) -> DenseGradients:
     """`G` (n, p): row i is the gradient of the mean loss of the samples `i m ... (i+1) m - 1`.
 
@@ -69,6 +70,7 @@ def gradient_rows(
         samples_per_row: m.
         out: a float32 matrix (n, p) to fill, so that stages can share one allocation.
         progress: called with the number of samples done.
+        numbers: the samples' numbers (n m,) in the user's data, for error messages.
 
     Raises:
         InputError: if a row can't be computed (says which module and why) or is not finite
@@ -94,7 +96,9 @@ def gradient_rows(
             if start > 0 or fill is _fill_vectorised:
                 fill(model, weights, x, y, loss, block)
             if not torch.isfinite(block.sum()):
-                _blame_sample(model, x, y, loss, block, start, samples_per_row)
+                known = torch.arange(samples) if numbers is None else numbers
+                blame_sample(model, x, y, loss, known[part])
+                _blame_row(block, known[part].view(len(block), -1))
             if progress is not None:
                 progress(len(block) * samples_per_row)
     return DenseGradients(matrix)
@@ -330,25 +334,25 @@ class _Call:
 # --- what went wrong ----------------------------------------------------------------------------
 
 
-def _blame_sample(
-    model: nn.Module, x: Any, y: Any, loss: Loss, block: Tensor, start: int, m: int
-) -> None:
-    """Raise with the first sample whose loss, or the first row whose gradient, is not finite."""
-    samples = tree_leaves(x)[0].shape[0]
-    with torch.no_grad():
-        for i in range(samples):
+def blame_sample(model: nn.Module, x: Any, y: Any, loss: Loss, numbers: Tensor) -> None:
+    """Raise with the number of the first sample whose loss is not finite, if there is one."""
+    with torch.no_grad(), evaluation_mode(model):
+        for i, number in enumerate(numbers.tolist()):
             one = tree_map(lambda leaf, i=i: leaf[i : i + 1], (x, y))
             value = loss(call(model, one[0]), one[1])
             if not torch.isfinite(value):
                 raise InputError(
-                    f"the loss of calibration sample {start * m + i} is {value.item()}; "
+                    f"the loss of calibration sample {number} is {value.item()}; "
                     "every sample must have a finite loss"
                 )
+
+
+def _blame_row(block: Tensor, numbers: Tensor) -> None:
+    """Raise with the samples of the first row whose gradient is not finite, if there is one."""
     bad = torch.isfinite(block).all(dim=1).logical_not().nonzero().flatten()
     if len(bad):
-        row = start + int(bad[0])
-        which = f"sample {row}" if m == 1 else f"samples {row * m} to {row * m + m - 1}"
+        which = ", ".join(map(str, numbers[bad[0]].tolist()))
         raise InputError(
-            f"the gradient of calibration {which} has NaN or infinite entries; "
+            f"the gradient of calibration sample {which} has NaN or infinite entries; "
             "every sample must have a finite gradient"
         )
