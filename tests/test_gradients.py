@@ -179,16 +179,6 @@ def test_rows_equal_single_backward_passes(case, m, monkeypatch):
     assert bool(calls) != factored
 
 
-def test_small_unfold_pieces_give_the_same_rows(monkeypatch):
-    torch.manual_seed(0)
-    model, x, y = convolutional(), images(6), torch.randint(3, (6,))
-    weights = select_weights(model)
-    whole = gradient_rows(model, weights, x, y, functional.cross_entropy, 2).rows()
-    monkeypatch.setattr(rows_module, "UNFOLD_LIMIT", 1)
-    pieces = gradient_rows(model, weights, x, y, functional.cross_entropy, 2).rows()
-    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-7)
-
-
 def test_model_is_left_as_it_was():
     torch.manual_seed(0)
     model = convolutional().train()
