@@ -30,6 +30,10 @@ DAMPING_RANGE = (1e-8, 1e3)
 # A step has to lower the held-out loss by this fraction to be worth searching from.
 WORTHWHILE = 1e-3
 STEP_RANGE = (1 / 16, 16.0)
+# Until the last stages, steps are damped this much less than the held-out loss would have it: the
+# noise that a bold step brings is averaged away by the stages that follow (docs/choices.md).
+BOLDNESS = 3.0
+CAREFUL_STAGES = 2
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.01, 0.1, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
@@ -44,6 +48,7 @@ class Stage:
         w_bar: the current weights (p,).
         budget: how many weights may stay.
         samples_per_row: m, the samples that each row of G averages.
+        remaining: how many stages follow this one.
         held_out_loss: the model's loss on held-out samples with the weights given; None when
             nothing is held out.
     """
@@ -52,6 +57,7 @@ class Stage:
     w_bar: Tensor
     budget: Budget
     samples_per_row: int
+    remaining: int
     held_out_loss: Callable[[Tensor], float] | None
 
 
@@ -133,7 +139,9 @@ class WassersteinRegression(Method):
         if self.coupling != "identity" and cut:
             solution = self._transport(ridge, y, trial, solution)
         if self.first_order != 0:
-            solution = self._first_order(ridge, trial, solution, stage.samples_per_row)
+            solution = self._first_order(
+                ridge, trial, solution, stage.samples_per_row, stage.remaining
+            )
         if solution.loss is not None:
             solution.settings["held_out_loss"] = solution.loss
         return ridge.weights(solution.v), solution.settings
@@ -206,7 +214,12 @@ class WassersteinRegression(Method):
         return Candidate(v, lr.settings | {"epsilon": epsilon, "mixture": mixture})
 
     def _first_order(
-        self, ridge: SupportRidge, trial: _Trial, solution: Candidate, samples_per_row: int
+        self,
+        ridge: SupportRidge,
+        trial: _Trial,
+        solution: Candidate,
+        samples_per_row: int,
+        remaining: int,
     ) -> Candidate:
         """Add the step of the first-order term, `t - α` with α = first_order / m."""
 
@@ -231,6 +244,10 @@ class WassersteinRegression(Method):
             damping = taken.settings["step_damping"]
             taken = trial.line(size, lambda a: step(damping, a), 2.0, STEP_RANGE, taken)
         self._step_damping = taken.settings["step_damping"]
+        if remaining >= CAREFUL_STAGES and self.damping == "auto":
+            bold = step(self._step_damping / BOLDNESS, taken.settings["first_order"])
+            if trial.improves(bold, solution):
+                return bold
         return taken
 
 
@@ -256,7 +273,8 @@ class _Trial:
 
     def improves(self, candidate: Candidate, other: Candidate) -> bool:
         """Whether the candidate's loss is lower by more than rounding and chance explain."""
-        return self._loss(candidate) < (1 - WORTHWHILE) * self._loss(other)
+        gain = self._loss(other) - self._loss(candidate)
+        return gain > WORTHWHILE * abs(self._loss(other))
 
     def line(
         self,

@@ -250,6 +250,7 @@ class _Run:
             w_bar=w_bar,
             budget=self._budget(sparsity),
             samples_per_row=self.settings.samples_per_row or 1,
+            remaining=self.settings.stages - number,
             held_out_loss=None if self.held_out is None else self._held_out_loss,
         )
         w, chosen = self.method.prune(stage)
