@@ -2,10 +2,11 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from swap_prune import models
+from swap_prune import InputError, models
 from swap_prune.cli import main
 from swap_prune.run_directory import write_run
 
@@ -128,12 +129,27 @@ def test_tied_weights_are_written_under_each_name(tmp_path):
     assert torch.equal(again[1].weight, model[0].weight)
 
 
-def test_nothing_is_left_half_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("swap_prune.run_directory.save_file", _full_disk)
-    with pytest.raises(ValueError, match="No space left"):
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("No space left")])
+def test_nothing_is_left_half_written(tmp_path, monkeypatch, error):
+    def full_disk(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("swap_prune.run_directory.save_file", full_disk)
+    with pytest.raises(InputError, match="No space left"):
         write_run(tmp_path / "out", nn.Linear(2, 2), {})
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def _full_disk(*_: object) -> None:
-    raise OSError(28, "No space left on device")
+def test_output_below_a_file_is_refused_before_the_run(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert run("prune", *TASK, "--sparsity", "0.5", "--out", tmp_path / "file" / "sub") == 2
+    assert "can't be created" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_infinite_numbers_are_words_in_json(tmp_path):
+    given = ["--epsilon", "inf", "--mixture", "1", "--sparsity", "0.5", "--out", tmp_path]
+    assert run("prune", *TASK, *QUICK, *given) == 0
+    text = (tmp_path / "result.json").read_text()
+    result = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert result["configuration"]["epsilon"] == "inf"

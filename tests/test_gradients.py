@@ -159,6 +159,16 @@ CASES = {
 }
 
 
+def test_a_first_sample_without_gradient_proves_nothing():
+    torch.manual_seed(0)
+    model, inputs = WeightUsedOutside(), torch.randn(12, 6)
+    inputs[0] = 0.0
+    weights, targets = select_weights(model), torch.randint(3, (12,))
+    expected = loop_rows(model, weights, inputs, targets, functional.cross_entropy, 1)
+    G = gradient_rows(model, weights, inputs, targets, functional.cross_entropy)
+    torch.testing.assert_close(G.rows(), expected, rtol=2e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_equal_single_backward_passes(case, m, monkeypatch):

@@ -3,7 +3,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from swap_prune import InputError, evaluate, prune
 from swap_prune.pruning import METHODS
@@ -101,11 +107,18 @@ def test_ewr_without_transport_is_lr():
     torch.testing.assert_close(weights_of(ewr.model), weights_of(lr.model), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("coupling", ["sinkhorn", "gaussian", "gaussian-printed"])
-@pytest.mark.parametrize("derivative", ["exact", "printed"])
+@pytest.mark.parametrize(
+    ("coupling", "derivative"),
+    [
+        ("sinkhorn", "exact"),
+        ("gaussian", "exact"),
+        ("gaussian-printed", "exact"),
+        ("sinkhorn", "printed"),
+    ],
+)
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, float("inf"), "auto"])
 def test_every_reading_of_the_paper_runs_and_is_recorded(coupling, derivative, epsilon):
-    if (coupling, derivative, epsilon) == ("gaussian-printed", "exact", float("inf")):
+    if (coupling, epsilon) == ("gaussian-printed", float("inf")):
         return  # the printed covariance is infinite there, which the next test is about
     result = prune(
         trained(),
@@ -173,6 +186,99 @@ def test_every_kind_of_calibration_gives_the_same_model(source):
     assert torch.equal(weights_of(result.model), weights_of(expected.model))
 
 
+class Scaled(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return 3 * x, y
+
+
+def test_what_the_user_wraps_around_the_data_is_respected():
+    x, y = samples()
+    poisoned = x.clone()
+    poisoned[40:] = float("nan")
+    data = TensorDataset(poisoned, y)
+    half = DataLoader(data, batch_size=8, sampler=SubsetRandomSampler(range(40)))
+    first = prune(trained(), half, sparsity=0.5, **QUICK)
+    same = prune(trained(), (x[:40], y[:40]), sparsity=0.5, **QUICK)
+    assert torch.equal(weights_of(first.model), weights_of(same.model))
+    scaled = prune(trained(), Scaled(x, y), sparsity=0.5, **QUICK)
+    by_hand = prune(trained(), (3 * x, y), sparsity=0.5, **QUICK)
+    assert torch.equal(weights_of(scaled.model), weights_of(by_hand.model))
+
+
+class Jittered(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.randn_like(x), y
+
+
+def test_seed_fixes_random_transforms_and_leaves_the_global_state_alone():
+    state = torch.random.get_rng_state()
+    runs = [prune(trained(), Jittered(*samples()), sparsity=0.5, **QUICK) for _ in range(2)]
+    assert torch.equal(weights_of(runs[0].model), weights_of(runs[1].model))
+    torch.random.set_rng_state(state)
+    expected = torch.rand(1)
+    torch.random.set_rng_state(state)
+    prune(network_without_seeding, samples(), sparsity=0.5, **QUICK)
+    assert torch.equal(torch.rand(1), expected)
+
+
+network_without_seeding = network()
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.int16])
+def test_labels_of_any_integer_type(kind):
+    x, y = samples()
+    expected = prune(trained(), (x, y), sparsity=0.5, **QUICK)
+    result = prune(trained(), (x, y.to(kind)), sparsity=0.5, **QUICK)
+    assert torch.equal(weights_of(result.model), weights_of(expected.model))
+
+
+def test_losses_may_be_negative():
+    def shifted(output, target):
+        return nn.functional.cross_entropy(output, target) - 1000
+
+    result = prune(trained(), samples(), sparsity=0.5, loss=shifted, **QUICK)
+    plain = prune(trained(), samples(), sparsity=0.5, **QUICK)
+    change = evaluate(result.model, samples()).loss - evaluate(plain.model, samples()).loss
+    assert abs(change) < 0.2
+
+
+def test_per_layer_budget_of_a_model_that_is_sparse_already():
+    model = trained()
+    with torch.no_grad():
+        model[0].weight[1:] = 0.0
+    for method in METHODS:
+        result = prune(model, samples(), sparsity=0.5, method=method, per_layer=True, **QUICK)
+        assert int(result.masks["0.weight"].sum()) == 6
+        assert int(result.masks["2.weight"].sum()) == 18
+
+
+def test_a_single_sample_has_no_batchnorm_statistics():
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    model.unused = nn.BatchNorm1d(2)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    one = prune(model, samples(), sparsity=0.5, stages=2, samples=1, samples_per_row=1)
+    assert torch.isfinite(one.model[1].running_var).all()
+
+
+def test_lr_needs_no_numbers_for_transport():
+    fixed = {"damping": 0.1, "first_order": 1.0, "held_out": 0}
+    assert prune(trained(), samples(), sparsity=0.5, method="lr", **fixed, **QUICK).nonzeros == 54
+
+
+def test_own_schedule_sets_the_number_of_stages():
+    result = prune(trained(), samples(), sparsity=0.5, schedule=[0.2, 0.5], samples=20)
+    assert [round(line["sparsity"], 1) for line in result.history] == [0.2, 0.5]
+    assert result.settings["correcting"] == 0
+
+
+def test_a_matrix_that_the_machine_can_not_hold_is_refused(monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 64)
+    with pytest.raises(InputError, match=r"samples=20 rows .* need .* GiB"):
+        prune(network(), samples(), sparsity=0.5, **QUICK)
+
+
 def test_small_data_resolves_to_small_batches():
     result = prune(trained(), samples(30), sparsity=0.5, stages=2)
     assert (result.settings["held_out"], result.settings["samples"]) == (6, 24)
@@ -229,11 +335,13 @@ BAD = {
     "derivative": ["numerical"],
     "selection": ["random"],
     "batchnorm": [True],
-    "schedule": ["quartic", [0.2, 0.1, 0.5], [0.5]],
+    "schedule": ["quartic", [0.2, 0.1, 0.5], [0.5], 0.5, None, ["a"]],
+    "per_layer": ["no"],
+    "relative": [1],
     "correcting": [3, -1],
     "alternations": [0],
-    "seed": [-1],
-    "include": [["nothing.*"]],
+    "seed": [-1, 2**70],
+    "include": [["nothing.*"], 5, "nothing"],
     "speed": [11],
 }
 
@@ -262,8 +370,19 @@ def test_bad_models_and_data():
         prune(network(), 3, sparsity=0.5)
     with pytest.raises(InputError, match=r"torch\.nn\.Module"):
         prune("model", (x, y), sparsity=0.5)
-    with pytest.raises(InputError, match="can't be called on a calibration sample"):
-        prune(network(), (x[:, :4], y), sparsity=0.5, **QUICK)
+    for source in ((x[:, :4], y), (x, y)):
+        model = network() if source[0].shape[1] == 4 else nn.Linear(4, 3)
+        for loss in (None, nn.functional.cross_entropy):
+            with pytest.raises(InputError, match="model can't be called on a sample"):
+                prune(model, source, sparsity=0.5, loss=loss, **QUICK)
+            with pytest.raises(InputError, match="model can't be called on a sample"):
+                evaluate(model, source, loss)
+    with pytest.raises(InputError, match="loss can't be computed"):
+        prune(network(), (x, torch.randn(80, 7)), sparsity=0.5, loss=nn.MSELoss(), **QUICK)
+    with pytest.raises(InputError, match="must be a scalar"):
+        prune(network(), (x, x[:, :3]), sparsity=0.5, loss=lambda output, target: output - target)
+    with pytest.raises(InputError, match="no part in the printed derivative"):
+        prune(network(), (x, y), sparsity=0.5, derivative="printed", coupling="gaussian")
     with pytest.raises(InputError, match="pass loss="):
         prune(network(), (x, torch.randn(80, 3)), sparsity=0.5, **QUICK)
     for number in (3, 4, 50):  # held out or not, the message has the number in the user's data

@@ -11,7 +11,6 @@ from swap_prune.regression import (
     Budget,
     SupportRidge,
     hard_threshold_descent,
-    objective,
 )
 
 
@@ -21,6 +20,13 @@ def problem(n: int, p: int, seed: int):
     w_bar = torch.randn(p, generator=generator)
     targets = G @ w_bar - 0.5 + 0.1 * torch.randn(n, generator=generator)
     return G, w_bar, targets
+
+
+def objective(G, targets, w, w_bar, damping):
+    """`1/(2n) ‖G w - t‖² + λ/2 ‖w - w_bar‖²` in float64."""
+    misfit = G.rows().double() @ w.double() - targets.double()
+    delta = (w - w_bar).double()
+    return float(misfit.square().mean() / 2 + damping / 2 * delta.square().sum())
 
 
 def dense_minimum(G, targets, w_bar, support, damping):
@@ -160,7 +166,14 @@ def test_budgets_are_exact():
     assert (per_layer.k, per_layer.counts) == (3, (2, 1))
     assert per_layer.select(scores).tolist() == [0, 2, 5]
     for k in range(1, 7):
-        assert Budget.per_layer(layers, k).k == k
+        budget = Budget.per_layer(layers, k)
+        assert budget.k == k
+        assert min(budget.counts) >= (1 if k > 1 else 0)
+    tiny = Budget.per_layer([slice(0, 100), slice(100, 106)], 5)
+    assert tiny.counts == (4, 1)
+    assert Budget.over_all(6, 4).select(torch.tensor([1.0, -torch.inf, 2.0] * 2)).tolist() == [
+        0, 2, 3, 5,
+    ]  # fmt: skip
 
 
 def test_degenerate_problems_stay_finite():

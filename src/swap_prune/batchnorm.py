@@ -24,10 +24,17 @@ def layers(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 
 
 def reestimate(model: nn.Module, inputs: Any) -> None:
-    """Replace the running means and variances by averages over `inputs` (samples first)."""
+    """Replace the running means and variances by averages over `inputs` (samples first).
+
+    Layers that the forward pass does not reach keep theirs, as all do for a single sample, which
+    has no variance.
+    """
     norms = layers(model)
+    before = statistics(model)
     momenta = [norm.momentum for norm in norms]
     samples = tree_leaves(inputs)[0].shape[0]
+    if samples < 2:
+        return
     # Equal parts: a small last batch would weigh as much as the others in a plain average.
     parts = max(1, round(samples / BATCH_SAMPLES))
     with torch.no_grad(), evaluation_mode(model):
@@ -37,8 +44,10 @@ def reestimate(model: nn.Module, inputs: Any) -> None:
             norm.train()
         for part in torch.arange(samples).tensor_split(parts):
             call(model, tree_map(lambda leaf, part=part: leaf[part], inputs))
-    for norm, momentum in zip(norms, momenta, strict=True):
+    for norm, momentum, saved in zip(norms, momenta, before, strict=True):
         norm.momentum = momentum
+        if not norm.num_batches_tracked:
+            _put_back(norm, saved)
 
 
 def statistics(model: nn.Module) -> list[tuple[torch.Tensor, ...]]:
@@ -51,5 +60,9 @@ def statistics(model: nn.Module) -> list[tuple[torch.Tensor, ...]]:
 def restore(model: nn.Module, saved: list[tuple[torch.Tensor, ...]]) -> None:
     """Put back what `statistics` copied."""
     for norm, buffers in zip(layers(model), saved, strict=True):
-        for buffer, value in zip(norm.buffers(recurse=False), buffers, strict=True):
-            buffer.copy_(value)
+        _put_back(norm, buffers)
+
+
+def _put_back(norm: nn.Module, buffers: tuple[torch.Tensor, ...]) -> None:
+    for buffer, value in zip(norm.buffers(recurse=False), buffers, strict=True):
+        buffer.copy_(value)

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from swap_prune.errors import InputError
 
@@ -33,8 +42,13 @@ class Samples:
         return self.size
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on `device`."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
 class CalibrationStream:
-    """Batches without repetition until every sample has been used, then in a new order.
+    """Batches without repetition while the pool has enough samples left, then in a new order.
 
     Args:
         source: as for `Samples`.
@@ -51,7 +65,7 @@ class CalibrationStream:
 
     def held_out(self) -> Batch:
         """The samples that no batch contains."""
-        return self.source.read(self.held_out_indices)
+        return self._read(self.held_out_indices)
 
     def draw(self, count: int) -> tuple[Batch, Tensor]:
         """The next `count` samples, at most as many as the pool has, and their indices."""
@@ -60,17 +74,20 @@ class CalibrationStream:
             self.position = 0
         chosen = self.pool[self.position : self.position + count]
         self.position += count
-        return self.source.read(chosen), chosen
+        return self._read(chosen), chosen
+
+    def _read(self, indices: Tensor) -> Batch:
+        return to_device(self.source.read(indices), torch.device("cpu"))
 
 
 def _reader(source: Any) -> tuple[int, Callable[[Tensor], Batch]]:
     """The number of samples, and a function from indices (b,) to a batch."""
     if isinstance(source, DataLoader):
-        if isinstance(source.dataset, IterableDataset):
+        if isinstance(source.dataset, IterableDataset) or source.batch_sampler is None:
             return _tensor_reader(_concatenate(list(source)))
-        collate = default_collate if source.collate_fn is None else source.collate_fn
-        return _dataset_reader(source.dataset, collate)
-    if isinstance(source, TensorDataset) and len(source.tensors) == 2:
+        return _dataset_reader(source.dataset, source.collate_fn, _loader_indices(source))
+    # Only the class itself: a subclass may transform what it returns.
+    if type(source) is TensorDataset and len(source.tensors) == 2:
         return _tensor_reader((source.tensors[0], source.tensors[1]))
     if isinstance(source, IterableDataset):
         return _tensor_reader(_concatenate([default_collate([item]) for item in source]))
@@ -79,7 +96,7 @@ def _reader(source: Any) -> tuple[int, Callable[[Tensor], Batch]]:
     if isinstance(source, Dataset) or (
         hasattr(source, "__getitem__") and hasattr(source, "__len__")
     ):
-        return _dataset_reader(source, default_collate)
+        return _dataset_reader(source, default_collate, range(len(source)))
     raise InputError(
         f"calibration is of type {type(source).__name__}; give a Dataset or DataLoader of pairs "
         "(input, target), or a pair of tensors (inputs, targets)"
@@ -101,12 +118,22 @@ def _tensor_reader(batch: Batch) -> tuple[int, Callable[[Tensor], Batch]]:
 
 
 def _dataset_reader(
-    dataset: Any, collate: Callable[[list[Any]], Any]
+    dataset: Any, collate: Callable[[list[Any]], Any], allowed: Sequence[int]
 ) -> tuple[int, Callable[[Tensor], Batch]]:
     def read(indices: Tensor) -> Batch:
-        return _as_pair(collate([dataset[i] for i in indices.tolist()]))
+        return _as_pair(collate([dataset[allowed[i]] for i in indices.tolist()]))
 
-    return len(dataset), read
+    return len(allowed), read
+
+
+def _loader_indices(loader: DataLoader[Any]) -> Sequence[int]:
+    """The samples a loader may yield: all of them, unless it has a sampler of the user's own."""
+    if type(loader.batch_sampler) is BatchSampler and isinstance(
+        loader.sampler, (SequentialSampler, RandomSampler)
+    ):
+        return range(len(loader.dataset))  # type: ignore[arg-type]
+    assert loader.batch_sampler is not None
+    return sorted({index for batch in loader.batch_sampler for index in batch})
 
 
 def _as_pair(batch: Any) -> Batch:

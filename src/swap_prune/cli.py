@@ -19,7 +19,7 @@ from swap_prune import data, models
 from swap_prune.errors import InputError
 from swap_prune.evaluation import Evaluation, evaluate
 from swap_prune.pruning import COUPLINGS, METHODS, PruneResult, prune
-from swap_prune.run_directory import check_output, write_run
+from swap_prune.run_directory import check_output, plain, write_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +102,13 @@ def _prune(options: argparse.Namespace) -> None:
     result = prune(model, splits.train, progress=True, **given)
     pruned = evaluate(result.model, splits.test)
     weights = None if options.weights is None else str(options.weights)
-    configuration = {"model": options.model, "data": options.data, "weights": weights}
+    directory = None if options.data_directory is None else str(options.data_directory)
+    configuration = {
+        "model": options.model,
+        "data": options.data,
+        "data_directory": directory,
+        "weights": weights,
+    }
     write_run(options.out, result.model, report(result, dense, pruned, configuration))
     print(f"{'':8}{'nonzeros':>12}{'top-1 %':>10}{'top-5 %':>10}{'loss':>10}")
     total = sum(mask.numel() for mask in result.masks.values())
@@ -167,7 +173,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     model, splits = _load_task(options)
     result = evaluate(model, splits.test)
     if options.json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps(plain(asdict(result))))
     else:
         print(
             f"top-1 {_shown(result.top1)} %, top-5 {_shown(result.top5)} %, "

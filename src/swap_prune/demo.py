@@ -27,6 +27,11 @@ PICTURE = "accuracy.png"
 def run_demo(out: Path, overwrite: bool) -> None:
     """Prune the digits network to 90, 95 and 98%; print a table and write results to `out`."""
     check_output(out, overwrite)
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise InputError("the demo draws with matplotlib: install swap-prune[demo]") from error
+    matplotlib.use("Agg")
     model, splits = models.pretrained("digits"), data.load("digits")
     inputs, targets = splits.train[:]
     generator = torch.Generator().manual_seed(SEED)
@@ -95,11 +100,6 @@ def table(rows: list[dict[str, Any]], dense: float, samples: int) -> str:
 
 def _draw(rows: list[dict[str, Any]], dense: float, path: Path) -> None:
     """One panel for clean and one for noisy calibration data: top-1 against sparsity."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise InputError("the demo draws with matplotlib: install swap-prune[demo]") from error
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from swap_prune.calibration import Batch, Samples
+from swap_prune.calibration import Batch, Samples, to_device
 from swap_prune.errors import InputError
 from swap_prune.gradients.rows import Loss, call, evaluation_mode
 
@@ -45,15 +45,17 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
         loss: `loss(output, targets)`, a mean over the batch; default: cross-entropy.
     """
     samples = Samples(data)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total, hits = 0.0, torch.zeros(2)
     classifier = True
     for start in range(0, len(samples), BATCH_SAMPLES):
         indices = torch.arange(start, min(start + BATCH_SAMPLES, len(samples)))
         inputs, targets = samples.read(indices)
+        inputs, targets = to_device((inputs, targets), device)
+        check_task(model, (inputs, targets), loss)
         with torch.no_grad(), evaluation_mode(model):
             output = call(model, inputs)
-            check_labels(output, targets, loss)
-            total += len(indices) * float((loss or functional.cross_entropy)(output, targets))
+            total += len(indices) * float((loss or cross_entropy)(output, targets))
         classifier = classifier and is_classification(output, targets)
         if classifier:
             ranks = output.topk(min(5, output.shape[1])).indices == targets[:, None]
@@ -83,13 +85,48 @@ def is_classification(output: Any, targets: Any) -> bool:
         and output.ndim == 2
         and targets.ndim == 1
         and not targets.is_floating_point()
+        and not targets.is_complex()
     )
 
 
-def check_labels(output: Any, targets: Any, loss: Loss | None) -> None:
-    """Raise when the default loss would meet a label that is not one of the model's classes."""
-    if loss is not None:
-        return
+def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
+    """The default loss, for integer labels of any width."""
+    return functional.cross_entropy(output, targets.long())
+
+
+def check_task(model: nn.Module, batch: Batch, loss: Loss | None) -> None:
+    """Raise unless the model takes the inputs, and the loss its output and the targets.
+
+    Model and loss are tried on one sample; with the default loss, every label is looked at.
+    """
+    one_input, one_target = tree_map(lambda leaf: leaf[:1], batch)
+    with torch.no_grad(), evaluation_mode(model):
+        try:
+            output = call(model, one_input)
+        except Exception as error:  # the model is the user's: anything may come out of it
+            raise InputError(
+                f"the model can't be called on a sample of the data: {_reason(error)}"
+            ) from error
+        if loss is None:
+            _check_labels(output, batch[1])
+            return
+        try:
+            value = loss(output, one_target)
+        except Exception as error:
+            raise InputError(
+                f"loss can't be computed from the model's output and a target: {_reason(error)}"
+            ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"loss returned {shape}; it must be a scalar tensor, the batch's mean")
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().split("\n")
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _check_labels(output: Any, targets: Any) -> None:
     if not is_classification(output, targets):
         raise InputError(
             "the default loss, cross-entropy, takes outputs (samples, classes) and integer labels "

@@ -157,7 +157,7 @@ class WassersteinRegression(Method):
             )
             return w.nonzero().flatten()
         present = stage.w_bar.nonzero().flatten()
-        if len(present) <= stage.budget.k:
+        if stage.budget.allows(stage.w_bar):
             return present
         everything = SupportRidge(stage.gradients, stage.w_bar, present)
         # w_bar is the minimum here, so only the curvature counts; a damping that is small against

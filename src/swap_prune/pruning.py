@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.errors import InputError
-from swap_prune.evaluation import check_labels, mean_loss
+from swap_prune.evaluation import check_task, cross_entropy, mean_loss
 from swap_prune.gradients import GradientOperator, gradient_rows
-from swap_prune.gradients.rows import Loss, blame_sample, call, evaluation_mode
+from swap_prune.gradients.rows import Loss, blame_sample
 from swap_prune.methods import Auto, Magnitude, Method, Stage, WassersteinRegression
 from swap_prune.prunable import PrunableWeights, Selector, select_weights
 from swap_prune.regression import Budget
@@ -39,7 +39,7 @@ class Settings:
 
     sparsity: float
     method: str = "ewr"
-    stages: int = 15
+    stages: int | None = None
     schedule: str | tuple[float, ...] = "cubic"
     correcting: int | None = None
     samples: int | None = None
@@ -110,7 +110,8 @@ def prune(
         progress: show a progress bar on standard error.
         **settings: the rest, each with a default that suits most models:
 
-            stages: how many times weights are cut and gradients taken anew (15).
+            stages: how many times weights are cut and gradients taken anew (15, or the length of
+                one's own schedule).
             schedule: "cubic", "linear", or a list of sparsities, one a stage.
             correcting: how many of the last stages move weights without cutting any (two fifths).
             samples: rows of G a stage (1000, or as many as the data has).
@@ -130,7 +131,8 @@ def prune(
                 where that lowers the held-out loss ("auto").
             include, exclude: name patterns or module types of the prunable weights (default:
                 Linear and Conv layers); see `select_weights`.
-            seed: fixes the samples drawn, and so the result on one machine.
+            seed: fixes the samples drawn and torch's random numbers while pruning (random
+                transforms of the data), and so the result on one machine.
 
     Returns:
         The pruned model with masks, history and timings.
@@ -148,16 +150,23 @@ def prune(
     _check(given)
     samples = Samples(calibration)
     resolved = _resolve(given, len(samples))
+    assert resolved.stages is not None
+    assert resolved.correcting is not None
+    steps = sparsities(resolved.schedule, sparsity, resolved.stages, resolved.correcting)
     weights = select_weights(model, resolved.include, resolved.exclude)
     if round_to_kept(weights.size, sparsity) == 0:
         raise InputError(
             f"sparsity={sparsity} leaves none of the {weights.size} prunable weights; "
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
+    if method != "magnitude":
+        _check_memory(resolved.samples or 1, weights.size)
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
-    run = _Run(copy.deepcopy(model).cpu(), weights, samples, loss, resolved, progress)
-    result = run.execute()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(resolved.seed)
+        run = _Run(copy.deepcopy(model).cpu(), weights, samples, loss, resolved, progress)
+        result = run.execute(steps)
     result.model.to(device)
     if in_place:
         model.load_state_dict(result.model.state_dict())
@@ -185,8 +194,8 @@ class _Run:
         assert settings.held_out is not None
         generator = torch.Generator().manual_seed(settings.seed)
         self.model, self.weights, self.settings = model, weights, settings
-        self.default_loss = loss is None
-        self.loss: Loss = functional.cross_entropy if loss is None else loss
+        self.given_loss = loss
+        self.loss: Loss = cross_entropy if loss is None else loss
         self.stream = CalibrationStream(samples, settings.held_out, generator)
         self.held_out = self._held_out_batch() if settings.held_out else None
         self.method = build_method(settings)
@@ -194,24 +203,19 @@ class _Run:
         self.buffer: Tensor | None = None
         self.seconds = {"gradients": 0.0, "solve": 0.0}
         self.bar = tqdm(
-            total=settings.stages * self._stage_samples(),
+            total=(settings.stages or 1) * self._stage_samples(),
             disable=not progress,
             unit="sample",
             file=sys.stderr,
         )
 
-    def execute(self) -> PruneResult:
-        """All stages, then the report."""
+    def execute(self, steps: list[float]) -> PruneResult:
+        """One stage for each sparsity in `steps`, then the report."""
         start = time.perf_counter()
-        settings = self.settings
-        assert settings.correcting is not None
-        steps = sparsities(
-            settings.schedule, settings.sparsity, settings.stages, settings.correcting
-        )
         history = []
         with self.bar:
             for number, sparsity in enumerate(steps, start=1):
-                history.append(self._stage(number, sparsity))
+                history.append(self._stage(number, len(steps), sparsity))
         self.seconds["total"] = time.perf_counter() - start
         w = self.weights.read(self.model)
         masks = {name: mask != 0 for name, mask in self.weights.split(w).items()}
@@ -224,18 +228,18 @@ class _Run:
             layer_sparsity={name: 1 - float(m.float().mean()) for name, m in masks.items()},
             history=history,
             seconds=self.seconds,
-            settings=describe(settings),
+            settings=describe(self.settings),
         )
 
-    def _stage(self, number: int, sparsity: float) -> dict[str, Any]:
+    def _stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
         """Take gradients, prune to `sparsity`, write the weights; a line of the history."""
-        where = f"stage {number}/{self.settings.stages}, sparsity {sparsity:.3f}"
+        where = f"stage {number}/{stages}, sparsity {sparsity:.3f}"
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
         batch = gradients = None
         if self.method.needs_gradients or self._statistics_wanted():
             batch, indices = self.stream.draw(self._stage_samples())
-            self._check_labels(batch)
+            check_task(self.model, batch, self.given_loss)
         if self.method.needs_gradients and batch is not None:
             self.bar.set_description(f"{where}: gradients")
             gradients = self._gradients(batch, indices)
@@ -250,7 +254,7 @@ class _Run:
             w_bar=w_bar,
             budget=self._budget(sparsity),
             samples_per_row=self.settings.samples_per_row or 1,
-            remaining=self.settings.stages - number,
+            remaining=stages - number,
             held_out_loss=None if self.held_out is None else self._held_out_loss,
         )
         w, chosen = self.method.prune(stage)
@@ -331,30 +335,17 @@ class _Run:
         return mean_loss(self.model, self.held_out, self.loss)
 
     def _stage_samples(self) -> int:
-        return (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
+        count = (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
+        # Without gradients, samples serve BatchNorm's statistics alone.
+        return count if self.method.needs_gradients else min(count, HELD_OUT_SAMPLES)
 
     def _held_out_batch(self) -> Batch:
         """The held-out samples, once the model is known to have a finite loss on them."""
         batch = self.stream.held_out()
-        self._check_labels(batch)
+        check_task(self.model, batch, self.given_loss)
         if not math.isfinite(mean_loss(self.model, batch, self.loss)):
             blame_sample(self.model, *batch, self.loss, self.stream.held_out_indices)
         return batch
-
-    def _check_labels(self, batch: Batch) -> None:
-        if self.default_loss:
-            one = tree_map(lambda leaf: leaf[:1], batch[0])
-            with torch.no_grad(), evaluation_mode(self.model):
-                output = _probe(self.model, one)
-            check_labels(output, batch[1], None)
-
-
-def _probe(model: nn.Module, inputs: Any) -> Any:
-    try:
-        return call(model, inputs)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise InputError(f"the model can't be called on a calibration sample: {reason}") from error
 
 
 def build_method(settings: Settings) -> Method:
@@ -380,8 +371,6 @@ def describe(settings: Settings) -> dict[str, Any]:
     for name in ("include", "exclude"):
         if described[name] is not None:
             described[name] = [s if isinstance(s, str) else s.__name__ for s in described[name]]
-    if described["epsilon"] == math.inf:
-        described["epsilon"] = "inf"  # JSON has no infinity
     return described
 
 
@@ -390,39 +379,64 @@ def _resolve(given: Settings, available: int) -> Settings:
     asked = (given.samples or 1) * (given.samples_per_row or 1)
     held_out = given.held_out
     if held_out is None:
-        spare = max(0, available - asked)
-        held_out = min(HELD_OUT_SAMPLES, int(available * HELD_OUT_FRACTION), spare)
+        fifth = max(1, int(available * HELD_OUT_FRACTION))
+        held_out = min(HELD_OUT_SAMPLES, fifth, max(0, available - asked))
     if asked + held_out > available:
         raise InputError(
             f"samples={given.samples or 1} rows of samples_per_row={given.samples_per_row or 1} "
             f"and held_out={held_out} need {asked + held_out} samples; "
             f"calibration holds {available}"
         )
-    chosen_by_loss = (given.damping, given.first_order, given.epsilon, given.mixture)
-    if held_out == 0 and given.method != "magnitude" and "auto" in chosen_by_loss:
+    chosen_by_loss = {"damping": given.damping, "first_order": given.first_order}
+    if given.method == "ewr":
+        chosen_by_loss |= {"epsilon": given.epsilon, "mixture": given.mixture}
+    automatic = [name for name, value in chosen_by_loss.items() if value == "auto"]
+    if held_out == 0 and given.method != "magnitude" and automatic:
         raise InputError(
-            f"settings that are 'auto' need held-out samples, but none of the {available} "
-            "calibration samples is left; give fewer samples, or numbers for damping, "
-            "first_order, epsilon and mixture"
+            f"held_out is 0 of {available} calibration samples, but {automatic[0]}='auto' is "
+            "chosen on held-out samples; give fewer samples, or a number for "
+            f"{', '.join(automatic)}"
         )
     pool = available - held_out
     samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
-    per_row = given.samples_per_row or min(16, pool // samples)
+    schedule = given.schedule
+    own = isinstance(schedule, (list, tuple))
+    stages = given.stages or (len(schedule) if own else 15)
     correcting = given.correcting
     if correcting is None:
-        correcting = 0 if given.method == "magnitude" else 2 * given.stages // 5
-    return Settings(
-        **{
-            **given.__dict__,
-            "samples": samples,
-            "samples_per_row": per_row,
-            "held_out": held_out,
-            "correcting": correcting,
-            "schedule": given.schedule
-            if isinstance(given.schedule, str)
-            else tuple(given.schedule),
-        }
+        correcting = 0 if own or given.method == "magnitude" else 2 * stages // 5
+    return replace(
+        given,
+        stages=stages,
+        schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
+        correcting=correcting,
+        samples=samples,
+        samples_per_row=given.samples_per_row or min(16, pool // samples),
+        held_out=held_out,
+        include=None if given.include is None else _selectors("include", given.include),
+        exclude=_selectors("exclude", given.exclude),
     )
+
+
+def _selectors(name: str, given: Any) -> tuple[Selector, ...]:
+    """The selectors as a tuple; a single one counts as a list of one."""
+    selectors = (given,) if isinstance(given, (str, type)) else given
+    if not isinstance(selectors, (list, tuple)) or not all(
+        isinstance(selector, (str, type)) for selector in selectors
+    ):
+        raise InputError(f"{name}={given!r} must be name patterns or module types")
+    return tuple(selectors)
+
+
+def _check_memory(n: int, p: int) -> None:
+    """Raise before a gradient matrix is asked for that the machine can't hold."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * n * p > memory:
+        raise InputError(
+            f"samples={n} rows of gradients for {p:,} weights need {4 * n * p / 2**30:.0f} GiB, "
+            f"and this machine has {memory / 2**30:.0f}; give fewer samples, or prune fewer layers "
+            "with include or exclude"
+        )
 
 
 def _check(settings: Settings) -> None:
@@ -449,10 +463,18 @@ def _check(settings: Settings) -> None:
     ):
         value = getattr(settings, name)
         optional = Settings.__dataclass_fields__[name].default is None
-        if not (optional and value is None) and (
-            not isinstance(value, int) or isinstance(value, bool) or value < least
-        ):
+        if optional and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+    for name in ("relative", "per_layer"):
+        if not isinstance(getattr(settings, name), bool):
+            raise InputError(f"{name}={getattr(settings, name)!r} must be True or False")
+    if settings.derivative == "printed" and settings.coupling != "sinkhorn":
+        raise InputError(
+            f"coupling={settings.coupling!r} has no part in the printed derivative, which smooths "
+            "with the entropic plan; leave coupling at 'sinkhorn'"
+        )
     for name, described, accepts in (
         ("damping", "a positive number", lambda v: 0 < v < math.inf),
         ("first_order", "a number of at least 0", lambda v: 0 <= v < math.inf),

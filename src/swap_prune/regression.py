@@ -41,13 +41,19 @@ class Budget:
 
     @classmethod
     def per_layer(cls, layers: Sequence[slice], k: int) -> Budget:
-        """Keep `k` weights in all, the same fraction of every layer (largest remainders)."""
+        """Keep `k` weights in all, the same fraction of every layer (largest remainders).
+
+        Where k allows, every layer keeps one: a layer of none would cut the network in two.
+        """
         sizes = [layer.stop - layer.start for layer in layers]
         exact = [k * size / sum(sizes) for size in sizes]
-        counts = [int(value) for value in exact]
-        by_remainder = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
-        for i in by_remainder[: k - sum(counts)]:
-            counts[i] += 1
+        least = 1 if k >= len(sizes) else 0
+        counts = [max(least, int(value)) for value in exact]
+        while sum(counts) != k:
+            step = 1 if sum(counts) < k else -1
+            # The layer that is furthest from its share, on the side to be mended.
+            i = max(range(len(sizes)), key=lambda i: step * (exact[i] - counts[i]))
+            counts[i] += step
         return cls(tuple(layers), tuple(counts))
 
     @property
@@ -56,12 +62,24 @@ class Budget:
         return sum(self.counts)
 
     def select(self, scores: Tensor) -> Tensor:
-        """The sorted indices (k,) of the largest scores (p,) of each group."""
-        chosen = [
-            torch.topk(scores[group], count, sorted=False).indices + group.start
+        """The sorted indices (at most k) of the largest scores (p,) of each group.
+
+        A score of minus infinity is never chosen.
+        """
+        chosen = torch.cat(
+            [
+                torch.topk(scores[group], count, sorted=False).indices + group.start
+                for group, count in zip(self.groups, self.counts, strict=True)
+            ]
+        )
+        return chosen[scores[chosen] > -torch.inf].sort().values
+
+    def allows(self, w: Tensor) -> bool:
+        """Whether no group of `w` (p,) has more non-zeros than it may keep."""
+        return all(
+            int((w[group] != 0).sum()) <= count
             for group, count in zip(self.groups, self.counts, strict=True)
-        ]
-        return torch.cat(chosen).sort().values
+        )
 
     def threshold(self, w: Tensor) -> Tensor:
         """`w` (p,) with all but the largest entries of each group set to zero."""
@@ -75,14 +93,8 @@ def restrict(w: Tensor, support: Tensor) -> Tensor:
     return result
 
 
-def objective(
-    gradients: GradientOperator, targets: Tensor, w: Tensor, w_bar: Tensor, damping: float
-) -> float:
-    """`1/(2n) ‖G w - t‖² + λ/2 ‖w - w_bar‖²`."""
-    return _value(gradients @ w, targets, w - w_bar, damping)
-
-
 def _value(x: Tensor, targets: Tensor, delta: Tensor, damping: float) -> float:
+    """The objective, `1/(2n) ‖x - t‖² + λ/2 ‖δ‖²`."""
     # Float64 sums: descent is decided by differences far below float32's precision of the whole.
     misfit = (x.double() - targets.double()).square().mean()
     return float(0.5 * misfit + 0.5 * damping * delta.double().square().sum())

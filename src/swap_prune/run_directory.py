@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -29,22 +31,36 @@ def check_output(out: Path, overwrite: bool) -> None:
             "give another directory, or overwrite"
         )
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK):
-        raise InputError(f"out={str(out)!r} can't be written to: no permission for {parent}")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"out={str(out)!r} can't be created or written to below {str(parent)!r}")
 
 
 def write_run(out: Path, model: nn.Module, result: dict[str, Any]) -> None:
     """Write a run; each file appears whole or not at all, the result last."""
-    out.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=out))
+    # Tied weights are written under each of their names, so that any strict loader is content.
+    tensors = {k: v.detach().cpu().clone().contiguous() for k, v in model.state_dict().items()}
+    text = json.dumps(plain(result), indent=2, allow_nan=False) + "\n"
+    scratch = None
     try:
-        # Tied weights are written under each of their names, so that any strict loader is content.
-        tensors = {key: value.detach().clone() for key, value in model.state_dict().items()}
-        save_file({key: value.contiguous() for key, value in tensors.items()}, scratch / MODEL_FILE)
-        (scratch / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n")
+        out.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=out))
+        save_file(tensors, scratch / MODEL_FILE)
+        (scratch / RESULT_FILE).write_text(text)
         for name in (MODEL_FILE, RESULT_FILE):
             os.replace(scratch / name, out / name)
-    except OSError as error:
-        raise InputError(f"out={str(out)!r} can't be written to: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"out={str(out)!r} can't be written to: {error}") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: numbers that are not finite become words."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -25,7 +25,7 @@ def sparsities(
         stages: the number T of stages, correcting ones included; must fit one's own list.
         correcting: how many of them prune nothing; not used with one's own list.
     """
-    if not isinstance(schedule, str):
+    if isinstance(schedule, (list, tuple)):
         return _own(list(schedule), sparsity, stages)
     if schedule not in SCHEDULES:
         raise InputError(
@@ -44,8 +44,9 @@ def sparsities(
 
 
 def _own(steps: list[float], sparsity: float, stages: int) -> list[float]:
-    rising = all(a <= b for a, b in pairwise(steps))
-    inside = all(0 <= s < 1 for s in steps)
+    numeric = all(isinstance(step, (int, float)) for step in steps)
+    rising = numeric and all(a <= b for a, b in pairwise(steps))
+    inside = numeric and all(0 <= s < 1 for s in steps)
     if not steps or not rising or not inside or steps[-1] != sparsity or len(steps) != stages:
         raise InputError(
             f"schedule={steps} must be {stages} non-decreasing sparsities in [0, 1), "

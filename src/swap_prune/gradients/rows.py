@@ -9,8 +9,9 @@ Two ways, tried in this order:
 * **vectorised**: `vmap` of `grad` of the whole model, for what the first can't express (embeddings,
   attention's packed projections, weights used outside their layer, batch not in dimension 0).
 
-The factored row of the first chunk is compared with autograd's own gradient; any difference, for
-whatever reason, selects the second way. So the choice never has to be right by guessing.
+Rows of the first chunk (the first, the last, the largest) are compared with autograd's own
+gradients; a difference, for whatever reason, selects the second way. Samples are taken to be
+independent: a model whose output for one depends on the others in its batch has no rows.
 """
 
 from __future__ import annotations
@@ -139,24 +140,39 @@ def _factored_agrees(
         _fill_factored(model, weights, x, y, loss, block)
     except (NotFactorableError, RuntimeError, ValueError, IndexError, TypeError):
         return False
+    # The row of the largest gradient can't agree by being zero, unless all are.
+    norms = torch.linalg.vector_norm(block, dim=1)
+    if not norms.max() > 0:
+        return bool(torch.isnan(norms).any())  # a NaN is reported by the caller, with the sample
+    return all(
+        _row_agrees(model, weights, x, y, loss, block, row)
+        for row in {0, int(norms.argmax()), len(block) - 1}
+    )
+
+
+def _row_agrees(
+    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor, row: int
+) -> bool:
+    """Whether one row of `block` is what autograd says."""
     m = tree_leaves(x)[0].shape[0] // len(block)
-    first = tree_map(lambda leaf: leaf[:m], (x, y))
-    parameters = {name: model.get_parameter(name) for name in weights.names}
-    for parameter in parameters.values():
+    part = slice(row * m, (row + 1) * m)
+    one_x, one_y = tree_map(lambda leaf: leaf[part], (x, y))
+    parameters = [model.get_parameter(name) for name in weights.names]
+    for parameter in parameters:
         parameter.requires_grad_(True)
     try:
-        value = loss(call(model, first[0]), first[1])
-        truth = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        value = loss(call(model, one_x), one_y)
+        truth = torch.autograd.grad(value, parameters, allow_unused=True)
     except RuntimeError:
         return False  # the vectorised way says which module is to blame
     finally:
-        for parameter in parameters.values():
+        for parameter in parameters:
             parameter.requires_grad_(False)
-    for (_, shape, part), gradient in zip(weights.slices(), truth, strict=True):
+    for (_, shape, columns), gradient in zip(weights.slices(), truth, strict=True):
         expected = torch.zeros(shape) if gradient is None else gradient
-        error = (block[0, part].view(shape) - expected).abs().max()
+        error = (block[row, columns].view(shape) - expected).abs().max()
         if not error <= AGREEMENT * expected.abs().max() + 1e-12:
-            return bool(torch.isnan(error))  # a NaN is reported by the caller, with the sample
+            return bool(torch.isnan(error))
     return True
 
 
