@@ -378,7 +378,7 @@ def test_bad_models_and_data():
             with pytest.raises(InputError, match="model can't be called on a sample"):
                 evaluate(model, source, loss)
     with pytest.raises(InputError, match="loss can't be computed"):
-        prune(network(), (x, torch.randn(80, 7)), sparsity=0.5, loss=nn.MSELoss(), **QUICK)
+        prune(network(), (x, {"a": y}), sparsity=0.5, loss=nn.MSELoss(), **QUICK)
     with pytest.raises(InputError, match="must be a scalar"):
         prune(network(), (x, x[:, :3]), sparsity=0.5, loss=lambda output, target: output - target)
     with pytest.raises(InputError, match="no part in the printed derivative"):

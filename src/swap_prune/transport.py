@@ -396,8 +396,8 @@ def smoothing(
 ) -> Tensor:
     """Return `S = n P`, (n, n), for the entropic plan P of `y` to itself (design section 5).
 
-    The gradient as the paper prints it, `G^T S (x - y)`, is that of a regression on the rows
-    `square_root(S) @ G`. S is symmetric, positive semi-definite and doubly stochastic; at epsilon
+    The gradient as the paper prints it, `G^T S (x - y)`, is that of a regression on the averaged
+    rows `S^1/2 G`. S is symmetric, positive semi-definite and doubly stochastic; at epsilon
     0 it is the identity, at infinity it averages.
 
     Args:
@@ -419,12 +419,6 @@ def smoothing(
     log_scale = (f + g) / 2
     distances = (y.to(f)[:, None] - y.to(f)).square()
     return (((log_scale[:, None] + log_scale - distances) / level).exp() / n).to(y.dtype)
-
-
-def square_root(matrix: Tensor) -> Tensor:
-    """Return the symmetric positive semi-definite root, (n, n), of a matrix that is so itself."""
-    values, vectors = torch.linalg.eigh(matrix.double())
-    return ((vectors * values.clamp(min=0).sqrt()) @ vectors.T).to(matrix.dtype)
 
 
 @dataclass(frozen=True)
