@@ -29,9 +29,10 @@ format: $(VENV)/installed  ## format and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-benchmarks: $(VENV)/installed  ## speed and accuracy figures of the README, as JSON (about two hours)
-	$(BIN)/python -m benchmarks.speed --out benchmarks/results/speed.json
-	$(BIN)/python -m benchmarks.accuracy --out benchmarks/results/accuracy.json
+benchmarks: $(VENV)/installed  ## the figures of README and docs, as JSON (many hours; resumes)
+	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.choices --sparsity 0.95 --seeds 1
+	$(BIN)/python -m benchmarks.accuracy
 
 clean:  ## remove the virtual environment and what the demo wrote
 	rm -rf $(VENV) demo-output
