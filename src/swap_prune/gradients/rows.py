@@ -5,7 +5,8 @@ Two ways, tried in this order:
 * **factored**: one forward and one backward pass over a chunk of samples record, for every
   Linear and Conv layer, its input `a` and the gradient `b` of its output; a row's gradient is the
   sum over samples and positions of `b ⊗ a`, one batched matrix product a layer. This costs what
-  ordinary training costs.
+  ordinary training costs. Chunks are spread over threads, each with modules of its own around the
+  same parameters; a chunk is computed by one thread, so rows do not depend on how many there are.
 * **vectorised**: `vmap` of `grad` of the whole model, for what the first can't express (embeddings,
   attention's packed projections, weights used outside their layer, batch not in dimension 0).
 
@@ -16,8 +17,11 @@ independent: a model whose output for one depends on the others in its batch has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, cast
 
 import torch
@@ -33,10 +37,13 @@ from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
 
 Loss = Callable[[Any, Any], Tensor]
+Fill = Callable[[nn.Module, PrunableWeights, Any, Any, Loss, Tensor], None]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# Activations of 32 samples stay in cache on the machines we measured; larger chunks are no faster.
-CHUNK_SAMPLES = 32
+# Activations of 16 samples stay in a core's cache on the machines we measured.
+CHUNK_SAMPLES = 16
+# Each holds the activations of a chunk; threads beyond these share the work inside a chunk.
+MOST_WORKERS = 8
 # Float32 rounding in another order of summation; a wrong formula is off by far more.
 AGREEMENT = 1e-3
 
@@ -83,24 +90,68 @@ def gradient_rows(
         )
     matrix = torch.empty(n, weights.size) if out is None else out
     rows_per_chunk = max(1, CHUNK_SAMPLES // samples_per_row)
-    fill: Callable[..., None] = _fill_factored
+
+    def chunk(start: int) -> tuple[Any, Any, Tensor, slice]:
+        block = matrix[start : start + rows_per_chunk]
+        part = slice(start * samples_per_row, (start + len(block)) * samples_per_row)
+        x, y = tree_map(lambda leaf: leaf[part], (inputs, targets))
+        return x, y, block, part
+
+    def compute(worker_model: nn.Module, start: int) -> int:
+        x, y, block, part = chunk(start)
+        fill(worker_model, weights, x, y, loss, block)
+        if not torch.isfinite(block.sum()):
+            known = torch.arange(samples) if numbers is None else numbers
+            blame_sample(worker_model, x, y, loss, known[part])
+            _blame_row(block, known[part].view(len(block), -1))
+        return len(block) * samples_per_row
+
+    starts = range(0, n, rows_per_chunk)
     with evaluation_mode(model):
-        for start in range(0, n, rows_per_chunk):
-            block = matrix[start : start + rows_per_chunk]
-            part = slice(start * samples_per_row, (start + len(block)) * samples_per_row)
-            x = tree_map(lambda leaf, part=part: leaf[part], inputs)
-            y = tree_map(lambda leaf, part=part: leaf[part], targets)
-            if start == 0 and not _factored_agrees(model, weights, x, y, loss, block):
-                fill = _fill_vectorised
-            if start > 0 or fill is _fill_vectorised:
-                fill(model, weights, x, y, loss, block)
-            if not torch.isfinite(block.sum()):
-                known = torch.arange(samples) if numbers is None else numbers
-                blame_sample(model, x, y, loss, known[part])
-                _blame_row(block, known[part].view(len(block), -1))
+        x, y, block, _ = chunk(0)
+        fill = _choose_way(model, weights, x, y, loss, block)
+        for done in _spread(compute, model, starts, parallel=fill is not _fill_vectorised):
             if progress is not None:
-                progress(len(block) * samples_per_row)
+                progress(done)
     return DenseGradients(matrix)
+
+
+def _spread(
+    compute: Callable[[nn.Module, int], int],
+    model: nn.Module,
+    starts: Sequence[int],
+    parallel: bool,
+) -> Iterator[int]:
+    """Yield what `compute` returns for each start, in order; several at once where it is safe.
+
+    Many small operations keep one thread each busier than few operations split over all threads.
+    """
+    threads = torch.get_num_threads()
+    workers = min(threads, MOST_WORKERS, len(starts)) if parallel else 1
+    if workers == 1:
+        yield from (compute(model, start) for start in starts)
+        return
+    # What a module remembers between its own layers must not be another thread's.
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    copies: SimpleQueue[nn.Module] = SimpleQueue()
+    for _ in range(workers):
+        copies.put(copy.deepcopy(model, dict(shared)))
+
+    def task(start: int) -> int:
+        worker_model = copies.get()
+        try:
+            return compute(worker_model, start)
+        finally:
+            copies.put(worker_model)
+
+    pool = ThreadPoolExecutor(
+        workers, initializer=torch.set_num_threads, initargs=(threads // workers,)
+    )
+    try:
+        yield from pool.map(task, starts)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def call(model: nn.Module, x: Any) -> Any:
@@ -132,12 +183,29 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 # --- factored -----------------------------------------------------------------------------------
 
 
-def _factored_agrees(
+def _choose_way(
     model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
+) -> Fill:
+    """The fastest way that agrees with autograd on the first chunk; fills `block` on the way."""
+    ways: tuple[Fill, ...] = (_fill_channels_last, _fill_factored)
+    for fill in ways:
+        if _agrees(fill, model, weights, x, y, loss, block):
+            return fill
+    return _fill_vectorised
+
+
+def _agrees(
+    fill: Fill,
+    model: nn.Module,
+    weights: PrunableWeights,
+    x: Any,
+    y: Any,
+    loss: Loss,
+    block: Tensor,
 ) -> bool:
-    """Fill the first block the factored way; False when it fails or differs from autograd."""
+    """Fill the first block; False when that fails or differs from autograd."""
     try:
-        _fill_factored(model, weights, x, y, loss, block)
+        fill(model, weights, x, y, loss, block)
     except (NotFactorableError, RuntimeError, ValueError, IndexError, TypeError):
         return False
     # The row of the largest gradient can't agree by being zero, unless all are.
@@ -176,6 +244,17 @@ def _row_agrees(
     return True
 
 
+def _fill_channels_last(
+    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
+) -> None:
+    """The factored way with images stored channels last, which convolutions are faster on."""
+    images_last = tree_map(
+        lambda leaf: leaf.contiguous(memory_format=torch.channels_last) if leaf.ndim == 4 else leaf,
+        x,
+    )
+    _fill_factored(model, weights, images_last, y, loss, block)
+
+
 def _fill_factored(
     model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
 ) -> None:
@@ -205,7 +284,7 @@ def _fill_factored(
             if a._version != version:
                 raise NotFactorableError("the layer's input was changed in place")
             part = by_parameter[id(layer.weight)]
-            gradient = _layer_rows(layer, a, b, len(block)).view(len(block), -1)
+            gradient = _layer_rows(layer, a, b, len(block)).reshape(len(block), -1)
             if id(layer.weight) in written:
                 block[:, part] += gradient
             else:
@@ -246,25 +325,54 @@ def _layer_rows(layer: nn.Linear | Convolution, a: Tensor, b: Tensor, rows: int)
         return torch.bmm(
             b.reshape(rows, -1, b.shape[-1]).transpose(1, 2), a.reshape(rows, -1, a.shape[-1])
         )
-    return _convolution_rows(layer, a, b, rows)
-
-
-def _convolution_rows(layer: Convolution, a: Tensor, b: Tensor, rows: int) -> Tensor:
-    """Weight gradients of a convolution for all rows at once.
-
-    Rows become groups of one larger convolution, which the library's own weight-gradient kernel
-    handles without unfolding the inputs: eight times as fast as unfolded products for 16 channels.
-    """
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         a, padding = functional.pad(a, _padding(layer), mode=mode), (0,) * (a.ndim - 2)
+    if isinstance(layer, nn.Conv2d) and layer.groups == 1 and _is_channels_last(a):
+        return _patch_rows(layer, a, b, cast(tuple[int, int], padding), rows)
+    return _grouped_rows(layer, a, b, padding, rows)
+
+
+def _is_channels_last(a: Tensor) -> bool:
+    return a.is_contiguous(memory_format=torch.channels_last)
+
+
+def _patch_rows(
+    layer: nn.Conv2d, a: Tensor, b: Tensor, padding: tuple[int, int], rows: int
+) -> Tensor:
+    """Weight gradients of a convolution on images stored channels last: patches, one product."""
+    high, wide = padding
+    padded = functional.pad(a.permute(0, 2, 3, 1), (0, 0, wide, wide, high, high))
+    sample, line, column, channel = padded.stride()
+    (kernel_h, kernel_w), channels = layer.kernel_size, a.shape[1]
+    patches = padded.as_strided(
+        (len(a), *b.shape[2:], kernel_h, kernel_w, channels),
+        (
+            sample,
+            line * layer.stride[0],
+            column * layer.stride[1],
+            line * layer.dilation[0],
+            column * layer.dilation[1],
+            channel,
+        ),
+    ).reshape(rows, -1, kernel_h * kernel_w * channels)
+    outputs = b.permute(0, 2, 3, 1).reshape(rows, -1, b.shape[1])
+    product = torch.bmm(outputs.transpose(1, 2), patches)
+    return product.view(rows, b.shape[1], kernel_h, kernel_w, channels).permute(0, 1, 4, 2, 3)
+
+
+def _grouped_rows(layer: Convolution, a: Tensor, b: Tensor, padding: Any, rows: int) -> Tensor:
+    """Weight gradients of any convolution: rows become groups of one larger convolution.
+
+    The library's own weight-gradient kernel handles that without unfolding the inputs.
+    """
     shape = (rows * b.shape[1], *layer.weight.shape[1:])
     a, b = _rows_as_channels(a, rows), _rows_as_channels(b, rows)
     weight_gradient = _WEIGHT_GRADIENTS[a.ndim - 2]
     return weight_gradient(
         a, shape, b, layer.stride, padding, layer.dilation, rows * layer.groups
-    ).view(rows, -1)
+    ).reshape(rows, -1)
 
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
