@@ -255,6 +255,7 @@ class _Run:
             budget=self._budget(sparsity),
             samples_per_row=self.settings.samples_per_row or 1,
             remaining=stages - number,
+            layers=tuple(part for _, _, part in self.weights.slices()),
             held_out_loss=None if self.held_out is None else self._held_out_loss,
         )
         w, chosen = self.method.prune(stage)

@@ -1,22 +1,17 @@
-"""The pruning methods behind one face: what a stage offers, and the weights it gets back.
-
-A method sees the gradients at the current weights, the number of weights that may stay, and the
-loss on held-out calibration samples. It returns new weights and what it chose on the way.
-"""
+"""LR and EWR: sparse ridge regression onto transport-smoothed targets (the paper's method)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from swap_prune import transport
-from swap_prune.gradients import GradientOperator
-from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
+from swap_prune.methods.base import Method, Stage
+from swap_prune.regression import SupportRidge, hard_threshold_descent
 
 Auto = Literal["auto"]
 
@@ -37,48 +32,6 @@ CAREFUL_STAGES = 2
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.01, 0.1, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
-
-
-@dataclass
-class Stage:
-    """What a method is given.
-
-    Attributes:
-        gradients: G (n, p) at `w_bar`; None for a method that needs none.
-        w_bar: the current weights (p,).
-        budget: how many weights may stay.
-        samples_per_row: m, the samples that each row of G averages.
-        remaining: how many stages follow this one.
-        held_out_loss: the model's loss on held-out samples with the weights given; None when
-            nothing is held out.
-    """
-
-    gradients: GradientOperator | None
-    w_bar: Tensor
-    budget: Budget
-    samples_per_row: int
-    remaining: int
-    held_out_loss: Callable[[Tensor], float] | None
-
-
-class Method(ABC):
-    """A way to choose which weights stay and what they become."""
-
-    needs_gradients: ClassVar[bool] = True
-
-    @abstractmethod
-    def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
-        """New weights (p,) within the budget, and the settings chosen."""
-
-
-class Magnitude(Method):
-    """Keep the largest weights as they are."""
-
-    needs_gradients = False
-
-    def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
-        """New weights (p,) within the budget, and the settings chosen."""
-        return stage.budget.threshold(stage.w_bar), {}
 
 
 @dataclass
@@ -117,6 +70,14 @@ class WassersteinRegression(Method):
         self._damping = FIRST_DAMPING if self.damping == "auto" else self.damping
         self._first_step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
         self._step_damping = self._first_step_damping
+
+    def state(self) -> dict[str, Any]:
+        """Where the next stage's searches begin."""
+        return {"damping": self._damping, "step_damping": self._step_damping}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self._damping, self._step_damping = state["damping"], state["step_damping"]
 
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""

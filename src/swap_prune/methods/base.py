@@ -1,0 +1,58 @@
+"""What a stage offers a pruning method, and what it gets back.
+
+A method sees the gradients at the current weights, the number of weights that may stay, and the
+loss on held-out calibration samples. It returns new weights and what it chose on the way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from swap_prune.gradients import GradientOperator
+from swap_prune.regression import Budget
+
+
+@dataclass
+class Stage:
+    """What a method is given.
+
+    Attributes:
+        gradients: G (n, p) at `w_bar`; None for a method that needs none.
+        w_bar: the current weights (p,).
+        budget: how many weights may stay.
+        samples_per_row: m, the samples that each row of G averages.
+        remaining: how many stages follow this one.
+        layers: the slice of the weights of each layer.
+        held_out_loss: the model's loss on held-out samples with the weights given; None when
+            nothing is held out.
+    """
+
+    gradients: GradientOperator | None
+    w_bar: Tensor
+    budget: Budget
+    samples_per_row: int
+    remaining: int
+    layers: tuple[slice, ...]
+    held_out_loss: Callable[[Tensor], float] | None
+
+
+class Method(ABC):
+    """A way to choose which weights stay and what they become."""
+
+    needs_gradients: ClassVar[bool] = True
+
+    @abstractmethod
+    def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
+        """New weights (p,) within the budget, and the settings chosen."""
+
+    def state(self) -> dict[str, Any]:
+        """What later stages depend on, as JSON can hold it; empty for a method without memory."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave."""
