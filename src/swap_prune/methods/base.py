@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from swap_prune.gradients import GradientOperator
 from swap_prune.regression import Budget
+
+Auto = Literal["auto"]
 
 
 @dataclass
@@ -56,3 +58,4 @@ class Method(ABC):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
+        assert not state

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from swap_prune import transport
-from swap_prune.methods.base import Method, Stage
+from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.regression import SupportRidge, hard_threshold_descent
-
-Auto = Literal["auto"]
 
 # Where the search for a setting begins at the first stage; later stages begin at the last choice.
 FIRST_DAMPING = 0.01
