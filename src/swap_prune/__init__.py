@@ -3,7 +3,8 @@
 from swap_prune.errors import InputError
 from swap_prune.evaluation import Evaluation, evaluate
 from swap_prune.prunable import PrunableWeights, select_weights
-from swap_prune.pruning import METHODS, PruneResult, prune
+from swap_prune.pruning import PruneResult, prune
+from swap_prune.settings import METHODS
 
 __all__ = [
     "METHODS",

@@ -69,12 +69,17 @@ class CalibrationStream:
 
     def draw(self, count: int) -> tuple[Batch, Tensor]:
         """The next `count` samples, at most as many as the pool has, and their indices."""
+        chosen = self.skip(count)
+        return self._read(chosen), chosen
+
+    def skip(self, count: int) -> Tensor:
+        """The indices of the next `count` samples, which are then gone."""
         if self.position + count > len(self.pool):
             self.pool = self.pool[torch.randperm(len(self.pool), generator=self.generator)]
             self.position = 0
         chosen = self.pool[self.position : self.position + count]
         self.position += count
-        return self._read(chosen), chosen
+        return chosen
 
     def _read(self, indices: Tensor) -> Batch:
         return to_device(self.source.read(indices), torch.device("cpu"))

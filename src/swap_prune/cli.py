@@ -1,25 +1,24 @@
-"""The command line: `swap-prune prune | evaluate | data fetch | demo`."""
+"""The command line: prune, resume, run, reproduce, evaluate, data fetch, demo."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from swap_prune import data, models
+from swap_prune import data, experiment, models, recipe, reproduce
 from swap_prune.errors import InputError
-from swap_prune.evaluation import Evaluation, evaluate
-from swap_prune.pruning import COUPLINGS, METHODS, PruneResult, prune
-from swap_prune.run_directory import check_output, plain, write_run
+from swap_prune.evaluation import evaluate
+from swap_prune.recipe import Recipe
+from swap_prune.run_directory import MODEL_FILE, RESULT_FILE, RunDirectory, plain
+from swap_prune.settings import COUPLINGS, METHODS, Settings
+from swap_prune.training import PRESETS, FineTuning
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_prune(commands.add_parser("prune", help="prune a model and write it to a directory"))
+    _add_resume(commands.add_parser("resume", help="continue an interrupted run"))
+    _add_run(commands.add_parser("run", help="run the recipe of a YAML file; resumes"))
+    reproduce.add_arguments(commands.add_parser("reproduce", help="run a table of the paper anew"))
     _add_evaluate(commands.add_parser("evaluate", help="print top-1, top-5 and loss of a model"))
     _add_data(commands.add_parser("data", help="fetch a data set"))
     _add_demo(commands.add_parser("demo", help="prune an embedded network with every method"))
@@ -84,72 +86,70 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--include", action="append", help="pattern of weights to prune; may be repeated")
     option("--exclude", action="append", help="pattern of weights to leave; may be repeated")
     option("--seed", type=int, help="fixes the result (0)")
+    option("--fine-tuning", help=f"train with held masks: {', '.join(PRESETS)} (default: none)")
+    _add_fine_tuning(command)
     command.set_defaults(command=_prune)
 
 
+def _add_fine_tuning(command: argparse.ArgumentParser) -> None:
+    """An option for each field of `FineTuning`, to change the preset that --fine-tuning names."""
+    for field in fields(FineTuning):
+        kind = {"int": int, "float": float, "str": str}[str(field.type)]
+        default = getattr(PRESETS["default"], field.name)
+        command.add_argument(
+            f"--{field.name.replace('_', '-')}", type=kind, help=f"default preset: {default}"
+        )
+
+
 def _prune(options: argparse.Namespace) -> None:
-    check_output(options.out, options.overwrite)
-    model, splits = _load_task(options)
-    task = ("model", "data", "data_directory", "weights", "out", "overwrite", "command")
-    # What was not given is left to the defaults of `prune`.
-    given = {k: v for k, v in vars(options).items() if k not in task and v is not None}
-    if "include" not in given and options.model in models.PRUNABLE:
-        given["include"] = models.PRUNABLE[options.model]
-    for name in ("include", "exclude"):
-        if name in given:
-            given[name] = tuple(given[name])
-    dense = evaluate(model, splits.test)
-    result = prune(model, splits.train, progress=True, **given)
-    pruned = evaluate(result.model, splits.test)
-    weights = None if options.weights is None else str(options.weights)
-    directory = None if options.data_directory is None else str(options.data_directory)
-    configuration = {
-        "model": options.model,
-        "data": options.data,
-        "data_directory": directory,
-        "weights": weights,
+    directory = RunDirectory(options.out)
+    directory.check_free(options.overwrite)
+    described = Recipe(
+        model=options.model,
+        data=options.data,
+        weights=_absolute(options.weights),
+        data_directory=_absolute(options.data_directory),
+        settings=_settings(options),
+    )
+    if options.overwrite:
+        directory.clear()
+    seed = 0 if options.seed is None else options.seed
+    _print_result(experiment.run(described, seed, options.out), options.out)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What was given; the rest is left to the defaults of `prune`."""
+    names = {field.name for field in fields(Settings)} - {"seed", "fine_tuning"}
+    given = {k: v for k, v in vars(options).items() if k in names and v is not None}
+    fine_tuning = {
+        field.name: getattr(options, field.name)
+        for field in fields(FineTuning)
+        if getattr(options, field.name) is not None
     }
-    write_run(options.out, result.model, report(result, dense, pruned, configuration))
+    if options.fine_tuning is not None:
+        given["fine_tuning"] = {"preset": options.fine_tuning, **fine_tuning}
+    elif fine_tuning:
+        raise InputError(
+            f"--{min(fine_tuning).replace('_', '-')} has no effect without --fine-tuning; "
+            f"give it a preset: {', '.join(PRESETS)}"
+        )
+    return given
+
+
+def _absolute(path: Path | None) -> str | None:
+    """A path that a resumed run finds from any directory."""
+    return None if path is None else str(path.absolute())
+
+
+def _print_result(result: dict[str, Any], out: Path) -> None:
     print(f"{'':8}{'nonzeros':>12}{'top-1 %':>10}{'top-5 %':>10}{'loss':>10}")
-    total = sum(mask.numel() for mask in result.masks.values())
-    for label, nonzeros, value in (("dense", total, dense), ("pruned", result.nonzeros, pruned)):
-        scores = "".join(f"{_shown(score):>10}" for score in (value.top1, value.top5))
-        print(f"{label:8}{nonzeros:>12,}{scores}{value.loss:>10.4f}")
-    print(f"written: {options.out}/model.safetensors, {options.out}/result.json")
-
-
-def report(
-    result: PruneResult, dense: Evaluation, pruned: Evaluation, configuration: dict[str, Any]
-) -> dict[str, Any]:
-    """The contents of `result.json`: what came out, how, and all that is needed to repeat it."""
-    return {
-        "method": result.settings["method"],
-        "sparsity": result.sparsity,
-        "nonzeros": result.nonzeros,
-        "top1_dense": dense.top1,
-        "top5_dense": dense.top5,
-        "loss_dense": dense.loss,
-        "top1": pruned.top1,
-        "top5": pruned.top5,
-        "loss": pruned.loss,
-        "seconds": result.seconds["total"],
-        "seconds_by_part": result.seconds,
-        "peak_memory_mb": _peak_memory_mb(),
-        "layer_sparsity": result.layer_sparsity,
-        "history": result.history,
-        "configuration": {
-            **configuration,
-            **result.settings,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "threads": torch.get_num_threads(),
-        },
-    }
-
-
-def _peak_memory_mb() -> float:
-    # Kilobytes on Linux, bytes on macOS.
-    unit = 1024**2 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    for label, nonzeros, suffix in (
+        ("dense", result["prunable"], "_dense"),
+        ("pruned", result["nonzeros"], ""),
+    ):
+        scores = "".join(f"{_shown(result[name + suffix]):>10}" for name in ("top1", "top5"))
+        print(f"{label:8}{nonzeros:>12,}{scores}{float(result['loss' + suffix]):>10.4f}")
+    print(f"written: {out}/{MODEL_FILE}, {out}/{RESULT_FILE}")
 
 
 def _number_or_auto(text: str) -> float | str:
@@ -158,6 +158,31 @@ def _number_or_auto(text: str) -> float | str:
 
 def _schedule(text: str) -> str | tuple[float, ...]:
     return tuple(float(part) for part in text.split(",")) if "." in text else text
+
+
+# --- resume, run ----------------------------------------------------------------------------
+
+
+def _add_resume(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", type=Path, help="the --out of an interrupted run")
+    command.set_defaults(
+        command=lambda options: _print_result(
+            experiment.resume(options.directory), options.directory
+        )
+    )
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("recipe", type=Path, help="a YAML file")
+    command.add_argument("--out", type=Path, required=True, help="directory, one folder a seed")
+    command.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    described = recipe.read(options.recipe)
+    for seed in described.seeds:
+        out = options.out / f"seed-{seed}"
+        _print_result(experiment.run(described, seed, out), out)
 
 
 # --- evaluate, data, demo -----------------------------------------------------------------------
@@ -213,18 +238,9 @@ def _add_task(command: argparse.ArgumentParser) -> None:
 
 
 def _load_task(options: argparse.Namespace) -> tuple[nn.Module, data.Splits]:
-    if options.weights is None and options.model in models.PRETRAINED:
-        model = models.pretrained(options.model)
-    else:
-        model = models.build(options.model)
-        if options.weights is not None:
-            models.load_weights(model, options.weights)
-        elif options.model in models.BUILT_IN:
-            raise InputError(
-                f"--weights is missing: {options.model} comes without trained weights, "
-                "give a safetensors file"
-            )
-    return model, data.load(options.data, options.data_directory)
+    return experiment.load_task(
+        options.model, options.data, _absolute(options.weights), _absolute(options.data_directory)
+    )
 
 
 def _shown(score: float | None) -> str:

@@ -13,9 +13,10 @@ from swap_prune import data, models
 from swap_prune.errors import InputError
 from swap_prune.evaluation import evaluate
 from swap_prune.noise import add_input_noise
-from swap_prune.pruning import METHODS, PruneResult, prune
-from swap_prune.run_directory import check_output, write_run
+from swap_prune.pruning import PruneResult, prune
+from swap_prune.run_directory import RunDirectory
 
+METHODS = ("magnitude", "lr", "ewr")
 SPARSITIES = (0.9, 0.95, 0.98)
 # A quarter of the calibration images, with noise as strong as the images vary.
 NOISE_FRACTION, NOISE_DEVIATION = 0.25, 1.0
@@ -26,7 +27,8 @@ PICTURE = "accuracy.png"
 
 def run_demo(out: Path, overwrite: bool) -> None:
     """Prune the digits network to 90, 95 and 98%; print a table and write results to `out`."""
-    check_output(out, overwrite)
+    directory = RunDirectory(out)
+    directory.check_free(overwrite)
     try:
         import matplotlib
     except ImportError as error:
@@ -75,7 +77,7 @@ def run_demo(out: Path, overwrite: bool) -> None:
         "noise": {"fraction": NOISE_FRACTION, "deviation": NOISE_DEVIATION},
         "configuration": {"model": "digits", "data": "digits", **best.settings},
     }
-    write_run(out, best.model, contents)
+    directory.finish(best.model, contents)
     _draw(rows, dense.top1 or 0.0, out / PICTURE)
     print(table(rows, dense.top1 or 0.0, dense.samples))
     print(

@@ -7,7 +7,8 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,49 +17,36 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from swap_prune import batchnorm as batchnorm_statistics
+from swap_prune import settings as settings_of
+from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.errors import InputError
-from swap_prune.evaluation import check_task, cross_entropy, mean_loss
+from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss
 from swap_prune.gradients import GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
-from swap_prune.methods import Auto, Magnitude, Method, Stage, WassersteinRegression
-from swap_prune.prunable import PrunableWeights, Selector, select_weights
+from swap_prune.methods import (
+    CombinatorialBrainSurgeon,
+    Magnitude,
+    Method,
+    OptimalBrainDamage,
+    Stage,
+    WassersteinRegression,
+    WoodFisher,
+)
+from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.regression import Budget
+from swap_prune.run_directory import RunDirectory, Step, fingerprint
 from swap_prune.schedule import sparsities
+from swap_prune.settings import HELD_OUT_SAMPLES, Settings
 
-METHODS = ("magnitude", "lr", "ewr")
-COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
-# At most this many samples are held out, and at most this fraction of the data.
-HELD_OUT_SAMPLES = 1000
-HELD_OUT_FRACTION = 0.2
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that, with the model and the data, fixes a run. See `prune` for the meaning."""
-
-    sparsity: float
-    method: str = "ewr"
-    stages: int | None = None
-    schedule: str | tuple[float, ...] = "cubic"
-    correcting: int | None = None
-    samples: int | None = None
-    samples_per_row: int | None = None
-    held_out: int | None = None
-    damping: float | Auto = "auto"
-    first_order: float | Auto = "auto"
-    epsilon: float | Auto = "auto"
-    relative: bool = True
-    mixture: float | Auto = "auto"
-    coupling: str = "sinkhorn"
-    derivative: str = "exact"
-    selection: str = "saliency"
-    alternations: int = 3
-    per_layer: bool = False
-    batchnorm: str = "auto"
-    include: tuple[Selector, ...] | None = None
-    exclude: tuple[Selector, ...] = ()
-    seed: int = 0
+BASELINES: dict[str, type[Method]] = {
+    "magnitude": Magnitude,
+    "obd": OptimalBrainDamage,
+    "wf": WoodFisher,
+    "cbs": CombinatorialBrainSurgeon,
+}
+# Seeds of the steps of runs with neighbouring seeds must not meet.
+SEED_STRIDE = 1_000_003
 
 
 @dataclass
@@ -71,8 +59,9 @@ class PruneResult:
         sparsity: the fraction of the prunable weights that is zero.
         nonzeros: how many are not.
         layer_sparsity: the fraction of zeros by parameter name.
-        history: one dict a stage: sparsity, nonzeros, held-out loss, the settings chosen, seconds.
-        seconds: the time spent on `gradients`, `solve` and in `total`.
+        history: one dict a stage or epoch: sparsity, nonzeros, held-out loss and top-1, the
+            settings chosen, seconds.
+        seconds: the time spent on `gradients`, `solve`, `training` and in `total`.
         settings: the resolved settings of the run.
     """
 
@@ -93,19 +82,29 @@ def prune(
     sparsity: float,
     method: str = "ewr",
     loss: Loss | None = None,
+    fine_tuning: Any = None,
+    training_data: Any = None,
+    directory: RunDirectory | Path | str | None = None,
     in_place: bool = False,
     progress: bool = False,
     **settings: Any,
 ) -> PruneResult:
-    """Prune a trained model with a little calibration data, without training.
+    """Prune a trained model with a little calibration data, with or without training.
 
     Args:
         model: any module; it is left as it is unless `in_place`.
         calibration: a Dataset or DataLoader of pairs (input, target), or a pair of tensors
             (inputs, targets). Inputs may be tuples or dicts of tensors.
         sparsity: the fraction of the prunable weights to set to zero, in [0, 1).
-        method: "ewr", "lr" or "magnitude".
+        method: "ewr", "lr", "wf" (WoodFisher), "cbs" (combinatorial brain surgeon), "obd" or
+            "magnitude".
         loss: `loss(model(x), targets)`, a scalar, the mean over the batch; default: cross-entropy.
+        fine_tuning: None for no training; a `FineTuning`, the name of a preset ("default",
+            "authors-mlpnet", "authors-resnet20"), or a dict of its fields.
+        training_data: what fine-tuning trains on, in the forms of `calibration`; default:
+            `calibration` without the held-out samples.
+        directory: where every stage is saved as it ends; a run of the same configuration that is
+            there already is continued, and ends with the result of one never interrupted.
         in_place: change the given model instead of a copy.
         progress: show a progress bar on standard error.
         **settings: the rest, each with a default that suits most models:
@@ -144,12 +143,17 @@ def prune(
     if unknown:
         accepted = ", ".join(sorted(Settings.__dataclass_fields__))
         raise InputError(f"setting {min(unknown)!r} is unknown; accepted are {accepted}")
-    given = Settings(sparsity=sparsity, method=method, **settings)
+    given = Settings(
+        sparsity=sparsity,
+        method=method,
+        fine_tuning=training.resolve(fine_tuning),
+        **settings,
+    )
     if not isinstance(model, nn.Module):
         raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
-    _check(given)
+    settings_of.check(given)
     samples = Samples(calibration)
-    resolved = _resolve(given, len(samples))
+    resolved = settings_of.resolve(given, len(samples))
     assert resolved.stages is not None
     assert resolved.correcting is not None
     steps = sparsities(resolved.schedule, sparsity, resolved.stages, resolved.correcting)
@@ -159,14 +163,18 @@ def prune(
             f"sparsity={sparsity} leaves none of the {weights.size} prunable weights; "
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
-    if method != "magnitude":
+    if build_method(resolved).needs_gradients:
         _check_memory(resolved.samples or 1, weights.size)
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(resolved.seed)
         run = _Run(copy.deepcopy(model).cpu(), weights, samples, loss, resolved, progress)
-        result = run.execute(steps)
+        if training_data is not None:
+            run.train_on(Samples(training_data))
+        if isinstance(directory, (str, Path)):
+            directory = RunDirectory(directory)
+        result = run.execute(steps, directory)
     result.model.to(device)
     if in_place:
         model.load_state_dict(result.model.state_dict())
@@ -201,24 +209,95 @@ class _Run:
         self.method = build_method(settings)
         self.has_statistics = bool(batchnorm_statistics.layers(model))
         self.buffer: Tensor | None = None
-        self.seconds = {"gradients": 0.0, "solve": 0.0}
-        self.bar = tqdm(
-            total=(settings.stages or 1) * self._stage_samples(),
-            disable=not progress,
-            unit="sample",
-            file=sys.stderr,
+        self.history: list[dict[str, Any]] = []
+        self.seconds = {"gradients": 0.0, "solve": 0.0, "training": 0.0, "total": 0.0}
+        self.training_samples, self.training_indices = samples, self.stream.pool
+        fine_tuning = settings.fine_tuning
+        self.epochs_per_stage = fine_tuning.epochs_per_stage if fine_tuning else 0
+        self.epochs_after = fine_tuning.epochs_after if fine_tuning else 0
+        self.teacher = copy.deepcopy(model) if fine_tuning and fine_tuning.distillation else None
+        self.bar = tqdm(disable=not progress, unit="sample", file=sys.stderr)
+
+    def train_on(self, samples: Samples) -> None:
+        """Fine-tune on other data than the calibration's."""
+        self.training_samples, self.training_indices = samples, torch.arange(len(samples))
+
+    def execute(self, sparsities: list[float], directory: RunDirectory | None) -> PruneResult:
+        """One stage for each sparsity, the epochs after them, then the report."""
+        with self.bar:
+            if directory is None:
+                self._advance(sparsities, None)
+                return self._report()
+            with directory.lock():
+                directory.configure(
+                    {
+                        "settings": settings_of.describe(self.settings),
+                        "model_sha256": fingerprint(self.model),
+                        "calibration_samples": len(self.stream.source),
+                        "training_samples": len(self.training_indices),
+                    }
+                )
+                self._advance(sparsities, directory)
+            return self._report()
+
+    def _advance(self, sparsities: list[float], directory: RunDirectory | None) -> None:
+        """Run every step, stage or epoch, that is not saved yet, and save it."""
+        stages = len(sparsities)
+        self.bar.total = self._samples_of(stages + self.epochs_after, stages)
+        saved = None if directory is None else directory.last_step()
+        if saved is not None:
+            self._restore(saved, stages)
+        period: training.Period | None = None
+        for number in range((saved.number if saved else 0) + 1, stages + self.epochs_after + 1):
+            start = time.perf_counter()
+            # A step depends on nothing but what was saved before it.
+            torch.manual_seed((self.settings.seed * SEED_STRIDE + number) % 2**63)
+            if number <= stages:
+                line = self._stage(number, stages, sparsities[number - 1])
+            else:
+                period = period or self._period(self.epochs_after, stages + 1, saved)
+                line = self._epoch(period, number - stages - 1)
+            line["seconds"] = time.perf_counter() - start
+            self.seconds["total"] += line["seconds"]
+            self.history.append(line)
+            if directory is not None:
+                directory.save_step(self._step(number, period))
+
+    def _step(self, number: int, period: training.Period | None) -> Step:
+        """What the next step needs to know."""
+        optimizer, values = ({}, {}) if period is None else period.state()
+        return Step(
+            number=number,
+            model=self.model.state_dict(),
+            optimizer=optimizer,
+            values={
+                "history": self.history,
+                "seconds": self.seconds,
+                "method": self.method.state(),
+                "optimizer": values,
+            },
         )
 
-    def execute(self, steps: list[float]) -> PruneResult:
-        """One stage for each sparsity in `steps`, then the report."""
-        start = time.perf_counter()
-        history = []
-        with self.bar:
-            for number, sparsity in enumerate(steps, start=1):
-                history.append(self._stage(number, len(steps), sparsity))
-        self.seconds["total"] = time.perf_counter() - start
+    def _restore(self, saved: Step, stages: int) -> None:
+        """Go on from a saved step."""
+        self.model.load_state_dict(saved.model)
+        self.history = saved.values["history"]
+        self.seconds = saved.values["seconds"]
+        self.method.restore(saved.values["method"])
+        if self._draws():
+            for _ in range(min(saved.number, stages)):
+                self.stream.skip(self._stage_samples())
+        self.bar.update(self._samples_of(saved.number, stages))
+
+    def _samples_of(self, steps: int, stages: int) -> int:
+        """The samples that the first `steps` steps go through, the bar's unit."""
+        pruning = min(steps, stages)
+        epochs = pruning * self.epochs_per_stage + steps - pruning
+        return pruning * self._stage_samples() + epochs * len(self.training_indices)
+
+    def _report(self) -> PruneResult:
         w = self.weights.read(self.model)
-        masks = {name: mask != 0 for name, mask in self.weights.split(w).items()}
+        masks = self._masks(w)
         nonzeros = int((w != 0).sum())
         return PruneResult(
             model=self.model,
@@ -226,10 +305,13 @@ class _Run:
             sparsity=1 - nonzeros / self.weights.size,
             nonzeros=nonzeros,
             layer_sparsity={name: 1 - float(m.float().mean()) for name, m in masks.items()},
-            history=history,
+            history=self.history,
             seconds=self.seconds,
-            settings=describe(self.settings),
+            settings=settings_of.describe(self.settings),
         )
+
+    def _masks(self, w: Tensor) -> dict[str, Tensor]:
+        return {name: part != 0 for name, part in self.weights.split(w).items()}
 
     def _stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
         """Take gradients, prune to `sparsity`, write the weights; a line of the history."""
@@ -237,7 +319,7 @@ class _Run:
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
         batch = gradients = None
-        if self.method.needs_gradients or self._statistics_wanted():
+        if self._draws():
             batch, indices = self.stream.draw(self._stage_samples())
             check_task(self.model, batch, self.given_loss)
         if self.method.needs_gradients and batch is not None:
@@ -270,16 +352,61 @@ class _Run:
         if batch is not None and self._statistics_wanted():
             chosen |= self._reestimate(batch[0], chosen.get("held_out_loss"))
         self.seconds["solve"] += time.perf_counter() - start_solve
-        line = {
-            "stage": number,
-            "sparsity": 1 - int((w != 0).sum()) / self.weights.size,
-            "nonzeros": int((w != 0).sum()),
-            **chosen,
-            "seconds": time.perf_counter() - start,
-        }
-        if "held_out_loss" in chosen:
-            self.bar.set_postfix(held_out_loss=f"{chosen['held_out_loss']:.4f}")
-        return line
+        line = {"stage": number, **chosen}
+        if self.epochs_per_stage:
+            period = self._period(self.epochs_per_stage, number, None)
+            for epoch in range(self.epochs_per_stage):
+                line["training_loss"] = self._train(period, epoch, where)
+        return line | self._measure()
+
+    def _epoch(self, period: training.Period, epoch: int) -> dict[str, Any]:
+        """Train an epoch after the last stage; a line of the history."""
+        where = f"epoch {epoch + 1}/{self.epochs_after}"
+        loss = self._train(period, epoch, where)
+        return {"epoch": epoch + 1, "training_loss": loss} | self._measure()
+
+    def _period(self, epochs: int, number: int, saved: Step | None) -> training.Period:
+        """The training that follows stage `number`, from its beginning or from a saved step."""
+        assert self.settings.fine_tuning is not None
+        period = training.Period(
+            self.model,
+            self._masks(self.weights.read(self.model)),
+            self.teacher,
+            self.loss,
+            self.training_samples,
+            self.training_indices,
+            self.settings.fine_tuning,
+            epochs,
+            self.settings.seed,
+            number,
+        )
+        if saved is not None and saved.values["optimizer"]:
+            period.restore(saved.optimizer, saved.values["optimizer"])
+        return period
+
+    def _train(self, period: training.Period, epoch: int, where: str) -> float:
+        self.bar.set_description(f"{where}: training")
+        start = time.perf_counter()
+        loss = period.run_epoch(epoch, self.bar.update)
+        self.seconds["training"] += time.perf_counter() - start
+        return loss
+
+    def _measure(self) -> dict[str, Any]:
+        """Sparsity, held-out loss and, for a classifier, top-1; shown beside the bar."""
+        nonzeros = int((self.weights.read(self.model) != 0).sum())
+        measured = {"sparsity": 1 - nonzeros / self.weights.size, "nonzeros": nonzeros}
+        if self.held_out is None:
+            return measured
+        score = evaluate(self.model, self.held_out, self.given_loss)
+        shown = {"held_out_loss": score.loss}
+        if score.top1 is not None:
+            shown["held_out_top1"] = score.top1
+        self.bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
+        return measured | shown
+
+    def _draws(self) -> bool:
+        """Whether a stage needs calibration samples."""
+        return self.method.needs_gradients or self._statistics_wanted()
 
     def _gradients(self, batch: Batch, indices: Tensor) -> GradientOperator:
         if self.buffer is None:
@@ -351,8 +478,10 @@ class _Run:
 
 def build_method(settings: Settings) -> Method:
     """The method that the settings name."""
-    if settings.method == "magnitude":
-        return Magnitude()
+    if settings.method in BASELINES:
+        baseline = BASELINES[settings.method]
+        takes_damping = settings.damping != "auto" and hasattr(baseline, "damping")
+        return baseline(**({"damping": settings.damping} if takes_damping else {}))
     return WassersteinRegression(
         damping=settings.damping,
         first_order=settings.first_order,
@@ -366,69 +495,6 @@ def build_method(settings: Settings) -> Method:
     )
 
 
-def describe(settings: Settings) -> dict[str, Any]:
-    """The settings as JSON can hold them."""
-    described = asdict(settings)
-    for name in ("include", "exclude"):
-        if described[name] is not None:
-            described[name] = [s if isinstance(s, str) else s.__name__ for s in described[name]]
-    return described
-
-
-def _resolve(given: Settings, available: int) -> Settings:
-    """Fill in what depends on the amount of data; raise when there is too little of it."""
-    asked = (given.samples or 1) * (given.samples_per_row or 1)
-    held_out = given.held_out
-    if held_out is None:
-        fifth = max(1, int(available * HELD_OUT_FRACTION))
-        held_out = min(HELD_OUT_SAMPLES, fifth, max(0, available - asked))
-    if asked + held_out > available:
-        raise InputError(
-            f"samples={given.samples or 1} rows of samples_per_row={given.samples_per_row or 1} "
-            f"and held_out={held_out} need {asked + held_out} samples; "
-            f"calibration holds {available}"
-        )
-    chosen_by_loss = {"damping": given.damping, "first_order": given.first_order}
-    if given.method == "ewr":
-        chosen_by_loss |= {"epsilon": given.epsilon, "mixture": given.mixture}
-    automatic = [name for name, value in chosen_by_loss.items() if value == "auto"]
-    if held_out == 0 and given.method != "magnitude" and automatic:
-        raise InputError(
-            f"held_out is 0 of {available} calibration samples, but {automatic[0]}='auto' is "
-            "chosen on held-out samples; give fewer samples, or a number for "
-            f"{', '.join(automatic)}"
-        )
-    pool = available - held_out
-    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
-    schedule = given.schedule
-    own = isinstance(schedule, (list, tuple))
-    stages = given.stages or (len(schedule) if own else 15)
-    correcting = given.correcting
-    if correcting is None:
-        correcting = 0 if own or given.method == "magnitude" else 2 * stages // 5
-    return replace(
-        given,
-        stages=stages,
-        schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
-        correcting=correcting,
-        samples=samples,
-        samples_per_row=given.samples_per_row or min(16, pool // samples),
-        held_out=held_out,
-        include=None if given.include is None else _selectors("include", given.include),
-        exclude=_selectors("exclude", given.exclude),
-    )
-
-
-def _selectors(name: str, given: Any) -> tuple[Selector, ...]:
-    """The selectors as a tuple; a single one counts as a list of one."""
-    selectors = (given,) if isinstance(given, (str, type)) else given
-    if not isinstance(selectors, (list, tuple)) or not all(
-        isinstance(selector, (str, type)) for selector in selectors
-    ):
-        raise InputError(f"{name}={given!r} must be name patterns or module types")
-    return tuple(selectors)
-
-
 def _check_memory(n: int, p: int) -> None:
     """Raise before a gradient matrix is asked for that the machine can't hold."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -438,56 +504,3 @@ def _check_memory(n: int, p: int) -> None:
             f"and this machine has {memory / 2**30:.0f}; give fewer samples, or prune fewer layers "
             "with include or exclude"
         )
-
-
-def _check(settings: Settings) -> None:
-    """Raise an InputError for a value that no run can use."""
-    _check_number("sparsity", settings.sparsity, "a number in [0, 1)", lambda v: 0 <= v < 1)
-    for name, accepted in (
-        ("method", METHODS),
-        ("coupling", COUPLINGS),
-        ("derivative", ("exact", "printed")),
-        ("selection", ("saliency", "iht")),
-        ("batchnorm", ("auto", "always", "never")),
-    ):
-        value = getattr(settings, name)
-        if value not in accepted:
-            raise InputError(f"{name}={value!r} is unknown; accepted are {', '.join(accepted)}")
-    for name, least in (
-        ("stages", 1),
-        ("correcting", 0),
-        ("samples", 1),
-        ("samples_per_row", 1),
-        ("held_out", 0),
-        ("alternations", 1),
-        ("seed", 0),
-    ):
-        value = getattr(settings, name)
-        optional = Settings.__dataclass_fields__[name].default is None
-        if optional and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-            raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
-    for name in ("relative", "per_layer"):
-        if not isinstance(getattr(settings, name), bool):
-            raise InputError(f"{name}={getattr(settings, name)!r} must be True or False")
-    if settings.derivative == "printed" and settings.coupling != "sinkhorn":
-        raise InputError(
-            f"coupling={settings.coupling!r} has no part in the printed derivative, which smooths "
-            "with the entropic plan; leave coupling at 'sinkhorn'"
-        )
-    for name, described, accepts in (
-        ("damping", "a positive number", lambda v: 0 < v < math.inf),
-        ("first_order", "a number of at least 0", lambda v: 0 <= v < math.inf),
-        ("epsilon", "a number of at least 0", lambda v: v >= 0),
-        ("mixture", "a number in [0, 1]", lambda v: 0 <= v <= 1),
-    ):
-        value = getattr(settings, name)
-        if value != "auto":
-            _check_number(name, value, f"{described}, or 'auto'", accepts)
-
-
-def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
-    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not numeric or not accepts(value):
-        raise InputError(f"{name}={value!r} must be {described}")

@@ -1,12 +1,14 @@
 """Networks to prune: a few built in, or the user's own."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from swap_prune.errors import InputError
 from swap_prune.factory import call_factory
+from swap_prune.models.efficientnet import efficientnet_lite0, load_published
 from swap_prune.models.mlp import digits, mlpnet
 from swap_prune.models.mobilenet import mobilenetv1
 from swap_prune.models.resnet import resnet20, resnet50, resnet50_cifar
@@ -16,6 +18,7 @@ __all__ = ["BUILT_IN", "PRETRAINED", "PRUNABLE", "build", "load_weights", "pretr
 
 BUILT_IN: dict[str, Callable[[], nn.Module]] = {
     "digits": digits,
+    "efficientnet-lite0": efficientnet_lite0,
     "mlpnet": mlpnet,
     "mobilenetv1": mobilenetv1,
     "resnet20": resnet20,
@@ -29,8 +32,10 @@ PRUNABLE: dict[str, tuple[str, ...]] = {
     "resnet20": ("layer*.conv?.weight",),
 }
 
-PRETRAINED: dict[str, Path] = {
-    "digits": Path(__file__).with_name("digits.safetensors"),
+# What fills a network with its trained weights.
+PRETRAINED: dict[str, Callable[[nn.Module], None]] = {
+    "digits": partial(load_weights, path=Path(__file__).with_name("digits.safetensors")),
+    "efficientnet-lite0": load_published,
 }
 
 
@@ -61,18 +66,19 @@ def build(name: str) -> nn.Module:
 
 
 def pretrained(name: str) -> nn.Module:
-    """Build a network with the trained weights that come with the package, in eval mode.
+    """Build a network with trained weights, in eval mode.
 
     Args:
-        name: A key of `PRETRAINED`.
+        name: A key of `PRETRAINED`. The weights of ``digits`` come with this package, those of
+            ``efficientnet-lite0`` with another, to be installed by the user.
 
     Raises:
-        InputError: No weights of that network come with the package.
+        InputError: There are no weights of that network, or their package is not installed.
     """
     if name not in PRETRAINED:
         raise InputError(
-            f"model {name!r} comes without trained weights; {', '.join(PRETRAINED)} is accepted"
+            f"model {name!r} comes without trained weights; {', '.join(PRETRAINED)} are accepted"
         )
     model = build(name)
-    load_weights(model, PRETRAINED[name])
+    PRETRAINED[name](model)
     return model

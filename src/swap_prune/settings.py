@@ -1,0 +1,165 @@
+"""What a run can be told: the settings, their checks, and what fills in those not given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from swap_prune.errors import InputError
+from swap_prune.methods import Auto
+from swap_prune.prunable import Selector
+from swap_prune.training import FineTuning
+
+METHODS = ("magnitude", "obd", "wf", "cbs", "lr", "ewr")
+# Methods that choose settings on held-out samples and go on correcting weights after the last cut.
+REGRESSIONS = ("lr", "ewr")
+COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
+# At most this many samples are held out, and at most this fraction of the data.
+HELD_OUT_SAMPLES = 1000
+HELD_OUT_FRACTION = 0.2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that, with the model and the data, fixes a run. See `prune` for the meaning."""
+
+    sparsity: float
+    method: str = "ewr"
+    stages: int | None = None
+    schedule: str | tuple[float, ...] = "cubic"
+    correcting: int | None = None
+    samples: int | None = None
+    samples_per_row: int | None = None
+    held_out: int | None = None
+    damping: float | Auto = "auto"
+    first_order: float | Auto = "auto"
+    epsilon: float | Auto = "auto"
+    relative: bool = True
+    mixture: float | Auto = "auto"
+    coupling: str = "sinkhorn"
+    derivative: str = "exact"
+    selection: str = "saliency"
+    alternations: int = 3
+    per_layer: bool = False
+    batchnorm: str = "auto"
+    include: tuple[Selector, ...] | None = None
+    exclude: tuple[Selector, ...] = ()
+    seed: int = 0
+    fine_tuning: FineTuning | None = None
+
+
+def check(settings: Settings) -> None:
+    """Raise an InputError for a value that no run can use."""
+    _check_number("sparsity", settings.sparsity, "a number in [0, 1)", lambda v: 0 <= v < 1)
+    for name, accepted in (
+        ("method", METHODS),
+        ("coupling", COUPLINGS),
+        ("derivative", ("exact", "printed")),
+        ("selection", ("saliency", "iht")),
+        ("batchnorm", ("auto", "always", "never")),
+    ):
+        value = getattr(settings, name)
+        if value not in accepted:
+            raise InputError(f"{name}={value!r} is unknown; accepted are {', '.join(accepted)}")
+    for name, least in (
+        ("stages", 1),
+        ("correcting", 0),
+        ("samples", 1),
+        ("samples_per_row", 1),
+        ("held_out", 0),
+        ("alternations", 1),
+        ("seed", 0),
+    ):
+        value = getattr(settings, name)
+        optional = Settings.__dataclass_fields__[name].default is None
+        if optional and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+            raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+    for name in ("relative", "per_layer"):
+        if not isinstance(getattr(settings, name), bool):
+            raise InputError(f"{name}={getattr(settings, name)!r} must be True or False")
+    if settings.derivative == "printed" and settings.coupling != "sinkhorn":
+        raise InputError(
+            f"coupling={settings.coupling!r} has no part in the printed derivative, which smooths "
+            "with the entropic plan; leave coupling at 'sinkhorn'"
+        )
+    for name, described, accepts in (
+        ("damping", "a positive number", lambda v: 0 < v < math.inf),
+        ("first_order", "a number of at least 0", lambda v: 0 <= v < math.inf),
+        ("epsilon", "a number of at least 0", lambda v: v >= 0),
+        ("mixture", "a number in [0, 1]", lambda v: 0 <= v <= 1),
+    ):
+        value = getattr(settings, name)
+        if value != "auto":
+            _check_number(name, value, f"{described}, or 'auto'", accepts)
+
+
+def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not numeric or not accepts(value):
+        raise InputError(f"{name}={value!r} must be {described}")
+
+
+def resolve(given: Settings, available: int) -> Settings:
+    """Fill in what depends on the amount of data; raise when there is too little of it."""
+    asked = (given.samples or 1) * (given.samples_per_row or 1)
+    held_out = given.held_out
+    if held_out is None:
+        fifth = max(1, int(available * HELD_OUT_FRACTION))
+        held_out = min(HELD_OUT_SAMPLES, fifth, max(0, available - asked))
+    if asked + held_out > available:
+        raise InputError(
+            f"samples={given.samples or 1} rows of samples_per_row={given.samples_per_row or 1} "
+            f"and held_out={held_out} need {asked + held_out} samples; "
+            f"calibration holds {available}"
+        )
+    chosen_by_loss = {"damping": given.damping, "first_order": given.first_order}
+    if given.method == "ewr":
+        chosen_by_loss |= {"epsilon": given.epsilon, "mixture": given.mixture}
+    automatic = [name for name, value in chosen_by_loss.items() if value == "auto"]
+    if held_out == 0 and given.method in REGRESSIONS and automatic:
+        raise InputError(
+            f"held_out is 0 of {available} calibration samples, but {automatic[0]}='auto' is "
+            "chosen on held-out samples; give fewer samples, or a number for "
+            f"{', '.join(automatic)}"
+        )
+    pool = available - held_out
+    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
+    schedule = given.schedule
+    own = isinstance(schedule, (list, tuple))
+    stages = given.stages or (len(schedule) if own else 15)
+    correcting = given.correcting
+    if correcting is None:
+        correcting = 2 * stages // 5 if given.method in REGRESSIONS and not own else 0
+    return replace(
+        given,
+        stages=stages,
+        schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
+        correcting=correcting,
+        samples=samples,
+        samples_per_row=given.samples_per_row or min(16, pool // samples),
+        held_out=held_out,
+        include=None if given.include is None else _selectors("include", given.include),
+        exclude=_selectors("exclude", given.exclude),
+    )
+
+
+def _selectors(name: str, given: Any) -> tuple[Selector, ...]:
+    """The selectors as a tuple; a single one counts as a list of one."""
+    selectors = (given,) if isinstance(given, (str, type)) else given
+    if not isinstance(selectors, (list, tuple)) or not all(
+        isinstance(selector, (str, type)) for selector in selectors
+    ):
+        raise InputError(f"{name}={given!r} must be name patterns or module types")
+    return tuple(selectors)
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """The settings as JSON can hold them."""
+    described = asdict(settings)
+    for name in ("include", "exclude"):
+        if described[name] is not None:
+            described[name] = [s if isinstance(s, str) else s.__name__ for s in described[name]]
+    return described

@@ -1,0 +1,171 @@
+"""The run directory: whole files, checksums, one process at a time, and resuming after kill -9."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from swap_prune import InputError, data, models, prune
+from swap_prune.run_directory import RunDirectory, Step
+
+SETTINGS = {
+    "sparsity": 0.9,
+    "method": "ewr",
+    "stages": 4,
+    "samples": 60,
+    "samples_per_row": 4,
+    "held_out": 100,
+    "seed": 3,
+    "fine_tuning": {"epochs_per_stage": 1, "epochs_after": 3, "batch_size": 256},
+}
+
+
+def run(directory=None, **changes):
+    return prune(
+        models.pretrained("digits"),
+        data.load("digits").train,
+        directory=directory,
+        **{**SETTINGS, **changes},
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return run()
+
+
+def assert_same(result, expected):
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(value, result.model.state_dict()[name]), name
+    drop = {"seconds"}
+    assert [{k: v for k, v in line.items() if k not in drop} for line in result.history] == [
+        {k: v for k, v in line.items() if k not in drop} for line in expected.history
+    ]
+
+
+def step(number=1):
+    return Step(number, {"w": torch.arange(4.0)}, {}, {"history": [], "loss": 0.25})
+
+
+def test_a_directory_does_not_change_the_result(uninterrupted, tmp_path):
+    result = run(tmp_path)
+    assert_same(result, uninterrupted)
+    assert len(list((tmp_path / "stages").glob("????.json"))) == 4 + 3
+
+
+@pytest.mark.parametrize("last", [1, 3, 4, 5, 6, 7])
+def test_continues_from_any_step_to_the_same_result(uninterrupted, tmp_path, last):
+    run(tmp_path)
+    for path in (tmp_path / "stages").iterdir():
+        if int(path.name[:4]) > last:
+            path.unlink()
+    assert_same(run(tmp_path), uninterrupted)
+
+
+def test_kill_9_at_any_moment(uninterrupted, tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from test_run_directory import run\n"
+        f"run({str(tmp_path)!r})"
+    )
+    for steps in (1, 3, 6):
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+        while process.poll() is None and not (tmp_path / f"stages/{steps:04d}.json").exists():
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert_same(run(tmp_path), uninterrupted)
+    assert not list(tmp_path.rglob(".writing-*"))
+
+
+def test_another_configuration_is_refused_and_the_run_stays(tmp_path):
+    run(tmp_path, fine_tuning=None, stages=2)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=r"another configuration: sparsity is 0.9 there and 0.8"):
+        run(tmp_path, fine_tuning=None, stages=2, sparsity=0.8)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_another_model_is_refused(tmp_path):
+    run(tmp_path, fine_tuning=None, stages=2)
+    other = models.build("digits")
+    with pytest.raises(InputError, match="another configuration: model_sha256"):
+        prune(
+            other,
+            data.load("digits").train,
+            directory=tmp_path,
+            **{**SETTINGS, "fine_tuning": None, "stages": 2},
+        )
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "json", "delete"])
+def test_damaged_stage_files_are_named(tmp_path, damage):
+    directory = RunDirectory(tmp_path)
+    directory.save_step(step(1))
+    directory.save_step(step(2))
+    tensors, text = tmp_path / "stages/0002.safetensors", tmp_path / "stages/0002.json"
+    if damage == "truncate":
+        tensors.write_bytes(tensors.read_bytes()[:-3])
+    elif damage == "flip":
+        content = bytearray(tensors.read_bytes())
+        content[-1] ^= 1
+        tensors.write_bytes(content)
+    elif damage == "json":
+        text.write_text(text.read_text().replace("0.25", "0.26"))
+    else:
+        tensors.unlink()
+    with pytest.raises(InputError, match=r"0002\.\w+' is damaged .* delete 0002.* step before"):
+        directory.last_step()
+    for path in (tmp_path / "stages").glob("0002.*"):
+        path.unlink()
+    assert directory.last_step().number == 1
+
+
+def test_a_second_process_is_refused(tmp_path):
+    code = (
+        "import sys, time; from swap_prune.run_directory import RunDirectory\n"
+        f"with RunDirectory({str(tmp_path)!r}).lock():\n"
+        "    print('held', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    try:
+        with pytest.raises(InputError, match="in use by another process"):
+            run(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    with RunDirectory(tmp_path).lock():  # the system lets go of it
+        pass
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path)
+    directory.save_step(step(1))
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(InputError, match=r"can.t be written to: .*No space left"):
+            directory.save_step(step(2))
+    assert directory.last_step().number == 1
+    assert sorted(p.name for p in (tmp_path / "stages").iterdir()) == [
+        "0001.json",
+        "0001.safetensors",
+    ]
+
+
+def test_steps_are_plain_weights_and_json(tmp_path):
+    run(tmp_path, fine_tuning=None, stages=2)
+    model = models.build("digits")
+    models.load_weights(model, tmp_path / "stages/0001.safetensors")
+    saved = json.loads((tmp_path / "stages/0002.json").read_text())
+    assert [line["stage"] for line in saved["values"]["history"]] == [1, 2]
