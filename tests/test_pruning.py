@@ -12,7 +12,7 @@ from torch.utils.data import (
 )
 
 from swap_prune import InputError, evaluate, prune
-from swap_prune.pruning import METHODS
+from swap_prune.settings import METHODS
 from swap_prune.schedule import sparsities
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from swap_prune.gradients.rows import call, evaluation_mode
+from swap_prune.calling import call, evaluation_mode
 
 # Statistics of a batch this large are close to those of the whole, and it fits in memory.
 BATCH_SAMPLES = 250

@@ -11,11 +11,14 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calibration import Batch, Samples, to_device
+from swap_prune.calling import call, evaluation_mode, fastest_format, formatted
 from swap_prune.errors import InputError
-from swap_prune.gradients.rows import Loss, call, evaluation_mode
+from swap_prune.gradients.rows import Loss
 
-# Large enough to keep the cores busy, small enough for ImageNet's activations.
-BATCH_SAMPLES = 250
+# Numbers in a batch's inputs: 250 CIFAR images keep the cores busy, and the activations of 16
+# ImageNet images still lie in cache.
+BATCH_NUMBERS = 2_400_000
+MOST_SAMPLES = 250
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,13 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total, hits = 0.0, torch.zeros(2)
     classifier = True
-    for start in range(0, len(samples), BATCH_SAMPLES):
-        indices = torch.arange(start, min(start + BATCH_SAMPLES, len(samples)))
-        inputs, targets = samples.read(indices)
-        inputs, targets = to_device((inputs, targets), device)
+    first = to_device(samples.read(torch.arange(1)), device)
+    check_task(model, first, loss)
+    memory_format, size = fastest_format(model, first[0]), batch_samples(first[0])
+    for start in range(0, len(samples), size):
+        indices = torch.arange(start, min(start + size, len(samples)))
+        inputs, targets = to_device(samples.read(indices), device)
+        inputs = formatted(inputs, memory_format)
         check_task(model, (inputs, targets), loss)
         with torch.no_grad(), evaluation_mode(model):
             output = call(model, inputs)
@@ -68,13 +74,19 @@ def mean_loss(model: nn.Module, batch: Batch, loss: Loss) -> float:
     """The mean loss of `model` on a batch held in memory; infinite rather than NaN."""
     inputs, targets = batch
     samples = tree_leaves(inputs)[0].shape[0]
-    total = 0.0
+    total, size = 0.0, batch_samples(inputs)
     with torch.no_grad(), evaluation_mode(model):
-        for start in range(0, samples, BATCH_SAMPLES):
-            part = slice(start, start + BATCH_SAMPLES)
+        for start in range(0, samples, size):
+            part = slice(start, start + size)
             x, y = tree_map(lambda leaf, part=part: leaf[part], (inputs, targets))
             total += tree_leaves(x)[0].shape[0] * float(loss(call(model, x), y))
     return total / samples if total == total else float("inf")
+
+
+def batch_samples(inputs: Any) -> int:
+    """How many samples like these (samples first) to evaluate at once."""
+    numbers = sum(leaf[0].numel() for leaf in tree_leaves(inputs))
+    return max(1, min(MOST_SAMPLES, BATCH_NUMBERS // max(1, numbers)))
 
 
 def is_classification(output: Any, targets: Any) -> bool:

@@ -20,6 +20,7 @@ from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples
+from swap_prune.calling import fastest_format, formatted
 from swap_prune.errors import InputError
 from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss
 from swap_prune.gradients import GradientOperator, gradient_rows
@@ -362,6 +363,8 @@ class _Run:
     def _epoch(self, period: training.Period, epoch: int) -> dict[str, Any]:
         """Train an epoch after the last stage; a line of the history."""
         where = f"epoch {epoch + 1}/{self.epochs_after}"
+        # From the weights alone, as a resumed run has to: training may have made one zero.
+        period.masks = self._masks(self.weights.read(self.model))
         loss = self._train(period, epoch, where)
         return {"epoch": epoch + 1, "training_loss": loss} | self._measure()
 
@@ -473,7 +476,7 @@ class _Run:
         check_task(self.model, batch, self.given_loss)
         if not math.isfinite(mean_loss(self.model, batch, self.loss)):
             blame_sample(self.model, *batch, self.loss, self.stream.held_out_indices)
-        return batch
+        return formatted(batch[0], fastest_format(self.model, batch[0])), batch[1]
 
 
 def build_method(settings: Settings) -> Method:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from swap_prune.calibration import Samples, to_device
+from swap_prune.calling import call, evaluation_mode, fastest_format, formatted
 from swap_prune.errors import InputError
-from swap_prune.gradients.rows import Loss, call, evaluation_mode
+from swap_prune.gradients.rows import Loss
 from swap_prune.masks import apply_masks, make_permanent
 
 # Pixels by which "crop-flip" shifts an image at most.
@@ -35,7 +35,8 @@ class FineTuning:
         momentum: of SGD; Adam's first beta.
         weight_decay: the L2 penalty of every trained parameter.
         batch_size: samples a step.
-        learning_rate_schedule: "cosine" from the learning rate to zero over a period, or "constant".
+        learning_rate_schedule: "cosine" from the learning rate to zero over a period, or
+            "constant".
         distillation: weight in [0, 1] of the dense model's soft labels against the loss.
         temperature: of the soft labels.
         augmentation: "none", or "crop-flip" of images (samples, channels, height, width): a shift
@@ -191,7 +192,8 @@ class Period:
         self.steps = len(_batches(indices, settings.batch_size))
         self.total_steps = epochs * self.steps
         self.epochs_done = 0
-        self.memory_format = self._fastest_format()
+        inputs = to_device(samples.read(indices[:1]), self.device)[0]
+        self.memory_format = fastest_format(model, inputs)
 
     def run_epoch(self, epoch: int, progress: Callable[[int], None] | None = None) -> float:
         """Train on every sample once.
@@ -285,7 +287,7 @@ class Period:
         inputs, targets = to_device(self.samples.read(indices), self.device)
         if self.settings.augmentation == "crop-flip":
             inputs = crop_flip(inputs)
-        return _formatted(inputs, self.memory_format), targets
+        return formatted(inputs, self.memory_format), targets
 
     def _distance_to(self, teacher: nn.Module, inputs: Any, output: Any) -> Tensor:
         if not (isinstance(output, Tensor) and output.ndim == 2 and output.is_floating_point()):
@@ -321,7 +323,7 @@ class Period:
             self._lay_out(self.memory_format)
             for state in self.optimizer.state.values():
                 for key, value in state.items():
-                    state[key] = _formatted(value, self.memory_format)
+                    state[key] = formatted(value, self.memory_format)
             self.model.train()
             yield
         finally:
@@ -333,26 +335,7 @@ class Period:
 
     def _lay_out(self, memory_format: torch.memory_format) -> None:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            tensor.data = _formatted(tensor.data, memory_format)
-
-    def _fastest_format(self) -> torch.memory_format:
-        """Channels last for convolutions on images, if model and teacher can take them so."""
-        if not any(isinstance(module, nn.Conv2d) for module in self.model.modules()):
-            return torch.contiguous_format
-        with torch.no_grad(), self._seeded(0):
-            inputs = to_device(self.samples.read(self.indices[:2]), self.device)[0]
-            images = _formatted(inputs, torch.channels_last)
-            try:
-                self._lay_out(torch.channels_last)
-                for model in (self.model, self.teacher):
-                    if model is not None:
-                        with evaluation_mode(model):
-                            call(model, images)
-            except Exception:  # `view` takes no such tensors; any other trouble shows in training
-                return torch.contiguous_format
-            finally:
-                self._lay_out(torch.contiguous_format)
-        return torch.channels_last
+            tensor.data = formatted(tensor.data, memory_format)
 
 
 def crop_flip(images: Any) -> Tensor:
@@ -414,15 +397,3 @@ def _batches(order: Tensor, size: int) -> list[Tensor]:
     if size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
-
-
-def _formatted(tree: Any, memory_format: torch.memory_format) -> Any:
-    """The tree with every 4-dimensional tensor in a memory format."""
-    return tree_map(
-        lambda leaf: (
-            leaf.contiguous(memory_format=memory_format)
-            if isinstance(leaf, Tensor) and leaf.ndim == 4
-            else leaf
-        ),
-        tree,
-    )

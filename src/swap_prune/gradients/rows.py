@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -32,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.utils._pytree import tree_leaves, tree_map
 
+from swap_prune.calling import call, evaluation_mode, formatted
 from swap_prune.errors import InputError
 from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
@@ -154,32 +154,6 @@ def _spread(
         torch.set_num_threads(threads)
 
 
-def call(model: nn.Module, x: Any) -> Any:
-    """`model(x)`, with tuples and dicts of inputs spread over the arguments."""
-    if isinstance(x, dict):
-        return model(**x)
-    if isinstance(x, (tuple, list)):
-        return model(*x)
-    return model(x)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients for the parameters themselves; both restored afterwards."""
-    training = {module: module.training for module in model.modules()}
-    wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    model.eval()
-    for parameter in wanted:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-        for parameter, mode in wanted.items():
-            parameter.requires_grad_(mode)
-
-
 # --- factored -----------------------------------------------------------------------------------
 
 
@@ -248,10 +222,7 @@ def _fill_channels_last(
     model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
 ) -> None:
     """The factored way with images stored channels last, which convolutions are faster on."""
-    images_last = tree_map(
-        lambda leaf: leaf.contiguous(memory_format=torch.channels_last) if leaf.ndim == 4 else leaf,
-        x,
-    )
+    images_last = formatted(x, torch.channels_last)
     _fill_factored(model, weights, images_last, y, loss, block)
 
 

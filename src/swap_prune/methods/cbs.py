@@ -27,8 +27,8 @@ class CombinatorialBrainSurgeon(Method):
     other weight moves, by swaps between R and the weights that stay. The update then minimises
     `½ (w - w_bar)ᵀ F (w - w_bar)` over the weights that stay, jointly and exactly.
 
-    The paper searches from several randomised magnitude prunings, with λ in the update alone; we
-    search once, from the largest magnitudes, with the same F in both.
+    The paper searches from randomised magnitude pruning; we search once, from the largest
+    magnitudes, and take the best pair of many first.
 
     Attributes:
         damping: λ. It also keeps the search from sets that cancel on these n rows only.

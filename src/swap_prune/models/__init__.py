@@ -1,7 +1,6 @@
 """Networks to prune: a few built in, or the user's own."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -32,9 +31,9 @@ PRUNABLE: dict[str, tuple[str, ...]] = {
     "resnet20": ("layer*.conv?.weight",),
 }
 
-# What fills a network with its trained weights.
-PRETRAINED: dict[str, Callable[[nn.Module], None]] = {
-    "digits": partial(load_weights, path=Path(__file__).with_name("digits.safetensors")),
+# A safetensors file of ours, or what copies somebody else's weights into the network.
+PRETRAINED: dict[str, Path | Callable[[nn.Module], None]] = {
+    "digits": Path(__file__).with_name("digits.safetensors"),
     "efficientnet-lite0": load_published,
 }
 
@@ -80,5 +79,9 @@ def pretrained(name: str) -> nn.Module:
             f"model {name!r} comes without trained weights; {', '.join(PRETRAINED)} are accepted"
         )
     model = build(name)
-    PRETRAINED[name](model)
+    source = PRETRAINED[name]
+    if isinstance(source, Path):
+        load_weights(model, source)
+    else:
+        source(model)
     return model
