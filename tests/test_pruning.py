@@ -12,8 +12,8 @@ from torch.utils.data import (
 )
 
 from swap_prune import InputError, evaluate, prune
-from swap_prune.settings import METHODS
 from swap_prune.schedule import sparsities
+from swap_prune.settings import METHODS
 
 
 def network(seed: int = 0) -> nn.Module:
