@@ -23,10 +23,9 @@ DAMPING_RANGE = (1e-8, 1e3)
 # A step has to lower the held-out loss by this fraction to be worth searching from.
 WORTHWHILE = 1e-3
 STEP_RANGE = (1 / 16, 16.0)
-# Until the last stages, steps are damped this much less than the held-out loss would have it: the
+# While weights are cut, steps are damped this much less than the held-out loss would have it: the
 # noise that a bold step brings is averaged away by the stages that follow (docs/choices.md).
 BOLDNESS = 3.0
-CAREFUL_STAGES = 2
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.01, 0.1, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
@@ -98,9 +97,8 @@ class WassersteinRegression(Method):
         if self.coupling != "identity" and cut:
             solution = self._transport(ridge, y, trial, solution)
         if self.first_order != 0:
-            solution = self._first_order(
-                ridge, trial, solution, stage.samples_per_row, stage.remaining
-            )
+            bold = cut and stage.remaining > 0
+            solution = self._first_order(ridge, trial, solution, stage.samples_per_row, bold)
         if solution.loss is not None:
             solution.settings["held_out_loss"] = solution.loss
         return ridge.weights(solution.v), solution.settings
@@ -178,7 +176,7 @@ class WassersteinRegression(Method):
         trial: _Trial,
         solution: Candidate,
         samples_per_row: int,
-        remaining: int,
+        bold: bool,
     ) -> Candidate:
         """Add the step of the first-order term, `t - α` with α = first_order / m."""
 
@@ -203,10 +201,10 @@ class WassersteinRegression(Method):
             damping = taken.settings["step_damping"]
             taken = trial.line(size, lambda a: step(damping, a), 2.0, STEP_RANGE, taken)
         self._step_damping = taken.settings["step_damping"]
-        if remaining >= CAREFUL_STAGES and self.damping == "auto":
-            bold = step(self._step_damping / BOLDNESS, taken.settings["first_order"])
-            if trial.improves(bold, solution):
-                return bold
+        if bold and self.damping == "auto":
+            bolder = step(self._step_damping / BOLDNESS, taken.settings["first_order"])
+            if trial.improves(bolder, solution):
+                return bolder
         return taken
 
 
