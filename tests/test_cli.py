@@ -160,3 +160,70 @@ def test_infinite_numbers_are_words_in_json(tmp_path):
     text = (tmp_path / "result.json").read_text()
     result = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert result["configuration"]["epsilon"] == "inf"
+
+
+FINE_TUNING = ["--fine-tuning", "default", "--epochs-after", "2", "--batch-size", "256"]
+
+
+def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, capsys, monkeypatch):
+    arguments = ["prune", *TASK, *QUICK, "--sparsity", "0.8", *FINE_TUNING]
+    assert run(*arguments, "--out", tmp_path / "whole") == 0
+    assert run(*arguments, "--out", tmp_path / "part") == 0
+    for path in [*(tmp_path / "part").glob("*result*"), *(tmp_path / "part").glob("model*")]:
+        path.unlink()
+    for path in (tmp_path / "part/stages").iterdir():
+        if int(path.name[:4]) > 1:
+            path.unlink()
+    assert run(*arguments, "--out", tmp_path / "part") == 2
+    assert "unfinished run; continue it with 'swap-prune resume'" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert run("resume", "part") == 0
+    assert (tmp_path / "part/model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
+    assert run("resume", "part") == 0  # a finished run only tells its result
+    assert run("resume", "nowhere") == 2
+    assert "has no run to continue" in capsys.readouterr().err
+
+
+def test_fine_tuning_options_reach_the_run(tmp_path, capsys):
+    quick = [*TASK, *QUICK, "--sparsity", "0.5", "--out", tmp_path / "a"]
+    given = ["--learning-rate", "0.01", "--learning-rate-schedule", "constant"]
+    assert run("prune", *quick, *given) == 2
+    assert "--learning-rate has no effect without --fine-tuning" in capsys.readouterr().err
+    assert run("prune", *quick, *FINE_TUNING, *given) == 0
+    fine_tuning = json.loads((tmp_path / "a/result.json").read_text())["configuration"][
+        "fine_tuning"
+    ]
+    assert fine_tuning["learning_rate"] == 0.01
+    assert fine_tuning["learning_rate_schedule"] == "constant"
+    assert fine_tuning["epochs_after"] == 2
+
+
+def test_a_recipe_runs_every_seed_once(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: digits\ndata: digits\nsparsity: 0.9\nmethod: lr\nstages: 2\nsamples: 50\n"
+        "samples_per_row: 2\nseeds: [4, 5]\n"
+    )
+    assert run("run", recipe, "--out", tmp_path / "out") == 0
+    written = {seed: tmp_path / f"out/seed-{seed}/result.json" for seed in (4, 5)}
+    configurations = [json.loads(path.read_text())["configuration"] for path in written.values()]
+    assert [configuration["seed"] for configuration in configurations] == [4, 5]
+    before = {path: path.stat().st_mtime_ns for path in written.values()}
+    assert run("run", recipe, "--out", tmp_path / "out") == 0
+    assert before == {path: path.stat().st_mtime_ns for path in written.values()}
+    recipe.write_text(recipe.read_text().replace("0.9", "0.8"))
+    assert run("run", recipe, "--out", tmp_path / "out") == 2
+    assert "another recipe" in capsys.readouterr().err
+
+
+def test_a_model_and_data_that_do_not_fit(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    state = models.build("resnet20").state_dict()
+    save_file(state, tmp_path / "w.safetensors")
+    recipe.write_text("model: resnet20\nweights: w.safetensors\ndata: digits\nsparsity: 0.9\n")
+    assert run("run", recipe, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert "the model can't be called on a sample of the data" in error
+    assert not (tmp_path / "out").exists()

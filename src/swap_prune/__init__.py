@@ -2,17 +2,22 @@
 
 from swap_prune.errors import InputError
 from swap_prune.evaluation import Evaluation, evaluate
+from swap_prune.masks import apply_masks, make_permanent
 from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.pruning import PruneResult, prune
 from swap_prune.settings import METHODS
+from swap_prune.training import FineTuning
 
 __all__ = [
     "METHODS",
     "Evaluation",
+    "FineTuning",
     "InputError",
     "PrunableWeights",
     "PruneResult",
+    "apply_masks",
     "evaluate",
+    "make_permanent",
     "prune",
     "select_weights",
 ]

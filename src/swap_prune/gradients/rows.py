@@ -40,8 +40,9 @@ Loss = Callable[[Any, Any], Tensor]
 Fill = Callable[[nn.Module, PrunableWeights, Any, Any, Loss, Tensor], None]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# Activations of 16 samples stay in a core's cache on the machines we measured.
-CHUNK_SAMPLES = 16
+# Numbers in the inputs of a chunk: 16 CIFAR images, whose activations stay in a core's cache.
+CHUNK_NUMBERS = 16 * 3 * 32 * 32
+CHUNK_SAMPLES = (8, 64)
 # Each holds the activations of a chunk; threads beyond these share the work inside a chunk.
 MOST_WORKERS = 8
 # Float32 rounding in another order of summation; a wrong formula is off by far more.
@@ -89,7 +90,10 @@ def gradient_rows(
             f"samples_per_row={samples_per_row} does not divide the {samples} samples given"
         )
     matrix = torch.empty(n, weights.size) if out is None else out
-    rows_per_chunk = max(1, CHUNK_SAMPLES // samples_per_row)
+    numbers_per_sample = sum(leaf[0].numel() for leaf in tree_leaves(inputs))
+    least, most = CHUNK_SAMPLES
+    chunk_samples = max(least, min(most, CHUNK_NUMBERS // max(1, numbers_per_sample)))
+    rows_per_chunk = max(1, chunk_samples // samples_per_row)
 
     def chunk(start: int) -> tuple[Any, Any, Tensor, slice]:
         block = matrix[start : start + rows_per_chunk]
