@@ -178,7 +178,8 @@ def test_rows_equal_single_backward_passes(case, m, monkeypatch):
     weights = select_weights(model, include)
     inputs, targets = data(12), torch.randint(3, (12,))
     expected = loop_rows(model, weights, inputs, targets, functional.cross_entropy, m)
-    monkeypatch.setattr(rows_module, "CHUNK_SAMPLES", 6 if "as long" not in case else 12)
+    samples = 6 if "as long" not in case else 12
+    monkeypatch.setattr(rows_module, "CHUNK_SAMPLES", (samples, samples))
     calls = []
     vectorised = rows_module._fill_vectorised
     monkeypatch.setattr(
