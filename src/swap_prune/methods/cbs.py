@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swap_prune.methods.base import Method, Stage
+from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.methods.obd import fisher_diagonal
 from swap_prune.regression import SupportRidge
 
 # Damping of the search relative to the mean curvature of a weight: with less, it finds sets that
 # cancel on these n rows only, and accuracy falls with the objective.
 SEARCH_DAMPING = 3.0
+# What damping="auto" tries; the first one without held-out samples.
+DAMPINGS = (1e-3, 1e-5, 1e-4, 1e-2, 1e-1)
 # Weights of either side that a sweep considers for swaps, in each group of the budget.
 CANDIDATES = 256
 SWEEPS = 100
@@ -35,24 +37,29 @@ class CombinatorialBrainSurgeon(Method):
     the mean of F's diagonal.
 
     Attributes:
-        damping: λ of the update.
+        damping: λ of the update; "auto" takes the best of a few on the held-out samples.
     """
 
-    damping: float = 1e-3
+    damping: float | Auto = "auto"
 
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
-        chosen: dict[str, Any] = {"damping": self.damping}
         if stage.budget.allows(stage.w_bar):
-            return stage.w_bar.clone(), chosen
+            return stage.w_bar.clone(), {}
         curvature = float(fisher_diagonal(stage.gradients)[stage.w_bar != 0].mean())
-        search = RemovalSearch(stage, SEARCH_DAMPING * curvature or self.damping)
+        search = RemovalSearch(stage, SEARCH_DAMPING * curvature or DAMPINGS[0])
         search.run()
         support = ((stage.w_bar != 0) & ~search.removed).nonzero().flatten()
         ridge = SupportRidge(stage.gradients, stage.w_bar, support)
         y = stage.gradients @ stage.w_bar
-        return ridge.weights(ridge.dual(y, self.damping)), chosen | {"swaps": search.swaps}
+        dampings = DAMPINGS if self.damping == "auto" else (self.damping,)
+        updates = [(damping, ridge.weights(ridge.dual(y, damping))) for damping in dampings]
+        if len(updates) > 1 and stage.held_out_loss is not None:
+            held_out_loss = stage.held_out_loss
+            updates.sort(key=lambda update: held_out_loss(update[1]))
+        damping, w = updates[0]
+        return w, {"damping": damping, "swaps": search.swaps}
 
 
 class RemovalSearch:
