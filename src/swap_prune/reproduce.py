@@ -274,8 +274,8 @@ def _prepare(
         # Absolute, so that the table can be continued from another working directory.
         ready = replace(
             shipped,
-            weights=None if weights is None else str(weights.absolute()),
-            data_directory=None if directory is None else str(directory.absolute()),
+            weights=None if weights is None else str(weights.resolve()),
+            data_directory=None if directory is None else str(directory.resolve()),
         )
         if cell.network not in checked:
             try:
