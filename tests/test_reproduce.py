@@ -1,11 +1,16 @@
 import argparse
 import csv
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 from scipy import stats
 
-from swap_prune import InputError, experiment, pruning, reproduce, settings
+from swap_prune import InputError, experiment, models, pruning, reproduce, settings
 from swap_prune.reproduce import Cell
 from swap_prune.run_directory import RunDirectory
 
@@ -325,3 +330,44 @@ def test_time_left_is_judged_by_the_nearest_finished_cells():
     assert reproduce.seconds_left(records, waiting) == 10 + 30 + 20
     assert reproduce.seconds_left(records, [Cell("resnet20", "lr", 0.9, 0)]) == 20
     assert reproduce.seconds_left(records[2:], waiting) is None
+
+
+def make_images(folder, count):
+    for split in ("train", "val"):
+        for label in ("0000", "0001"):
+            (folder / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.random.default_rng(number).integers(0, 256, (224, 224, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / split / label / f"{number}.png")
+
+
+@pytest.mark.parametrize("network", ["resnet50-cifar", "mobilenetv1", "efficientnet-lite0"])
+def test_large_networks_run_on_made_data(tmp_path, monkeypatch, network):
+    torch.manual_seed(0)
+    save_file(models.build(network).state_dict(), tmp_path / f"{network}.safetensors")
+    make_images(tmp_path / "imagenet", 4)
+    images, labels = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8), torch.arange(8)
+    (tmp_path / "cifar10").mkdir()
+    save_file(
+        {"train_images": images, "train_labels": labels}
+        | {"test_images": images.clone(), "test_labels": labels.clone()},
+        tmp_path / "cifar10/cifar10.safetensors",
+    )
+    monkeypatch.setenv("SWAP_PRUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "PRETRAINED", {})
+    shipped = reproduce.read_recipe
+    small = {"stages": 2, "correcting": 0, "samples": 2, "samples_per_row": 2, "held_out": 2}
+
+    def read_small(*cell):
+        recipe = shipped(*cell)
+        return replace(recipe, settings=recipe.settings | small)
+
+    monkeypatch.setattr(reproduce, "read_recipe", read_small)
+    arguments = ["--networks", network, "--methods", "lr", "--sparsities", "0.8", "--seeds", "1"]
+    if network == "resnet50-cifar":
+        arguments[5] = "0.95"
+    directories = ["--weights-directory", tmp_path, "--data-directory", tmp_path / "imagenet"]
+    run(*arguments, *directories, "--out", tmp_path / "out")
+    (cell,) = json.loads((tmp_path / "out/table1.json").read_text())["cells"]
+    assert cell["network"] == network
+    assert cell["top1"] is not None
