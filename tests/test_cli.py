@@ -97,6 +97,25 @@ def test_a_run_is_not_overwritten_unless_told(tmp_path, capsys):
     assert (tmp_path / "result.json").read_bytes() != before
 
 
+def test_an_impossible_run_overwrites_nothing(tmp_path):
+    arguments = ["prune", *TASK, *QUICK, "--method", "magnitude", "--out", tmp_path]
+    assert run(*arguments, "--sparsity", "0.5") == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert run(*arguments, "--sparsity", "2", "--overwrite") == 2
+    assert run(*arguments, "--sparsity", "0.5", "--samples", "5000", "--overwrite") == 2
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    # A pruned model can be pruned further in its own directory.
+    weights = ["--weights", tmp_path / "model.safetensors"]
+    assert run(*arguments, *weights, "--sparsity", "0.6", "--overwrite") == 0
+
+
+def test_a_file_of_the_users_own_is_not_replaced(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    assert run("prune", *TASK, *QUICK, "--sparsity", "0.5", "--out", tmp_path) == 2
+    assert "already has a run (model.safetensors)" in capsys.readouterr().err
+    assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -106,7 +125,7 @@ def test_a_run_is_not_overwritten_unless_told(tmp_path, capsys):
         ([*TASK, "--sparsity", "0.5", "--samples", "5000"], "calibration holds 1297"),
         (["--model", "vgg", "--data", "digits", "--sparsity", "0.5"], "model 'vgg'"),
         (["--model", "digits", "--data", "svhn", "--sparsity", "0.5"], "data set 'svhn'"),
-        (["--model", "mlpnet", "--data", "digits", "--sparsity", "0.5"], "--weights is missing"),
+        (["--model", "mlpnet", "--data", "digits", "--sparsity", "0.5"], "weights is missing"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, arguments, message):
@@ -130,7 +149,7 @@ def test_weights_that_do_not_fit_name_the_key(tmp_path, capsys):
 def test_tied_weights_are_written_under_each_name(tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    RunDirectory(tmp_path).finish(model, {})
+    RunDirectory(tmp_path).write_model(model)
     again = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     models.load_weights(again, tmp_path / "model.safetensors")
     assert torch.equal(again[1].weight, model[0].weight)
@@ -143,7 +162,7 @@ def test_nothing_is_left_half_written(tmp_path, monkeypatch, error):
 
     monkeypatch.setattr("swap_prune.run_directory.os.replace", full_disk)
     with pytest.raises(InputError, match="No space left"):
-        RunDirectory(tmp_path / "out").finish(nn.Linear(2, 2), {})
+        RunDirectory(tmp_path / "out").write_model(nn.Linear(2, 2))
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -183,7 +202,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, capsys, monkeyp
     ).read_bytes()
     assert run("resume", "part") == 0  # a finished run only tells its result
     assert run("resume", "nowhere") == 2
-    assert "has no run to continue" in capsys.readouterr().err
+    assert "has no run of the command line" in capsys.readouterr().err
 
 
 def test_fine_tuning_options_reach_the_run(tmp_path, capsys):

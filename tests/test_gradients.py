@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -264,3 +266,39 @@ def test_operator_products_columns_and_checks():
         G @ v
     with pytest.raises(InputError, match="vector of 5 entries"):
         G.T @ w
+
+
+class Remembering(nn.Module):
+    """A network that keeps an activation, which no copy of it can be made with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        self.hidden = torch.relu(self.first(x))
+        return self.second(self.hidden)
+
+
+class RememberingLoss(nn.Module):
+    def forward(self, output, labels):
+        self.output = output
+        time.sleep(1e-4)
+        return functional.cross_entropy(self.output, labels)
+
+
+def test_threads_share_no_memory():
+    torch.manual_seed(0)
+    model, loss = Remembering().eval(), RememberingLoss()
+    weights = select_weights(model)
+    inputs, labels = torch.randn(640, 6), torch.randint(3, (640,))
+    expected = loop_rows(model, weights, inputs, labels, functional.cross_entropy, 1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        rows = [gradient_rows(model, weights, inputs, labels, loss).rows() for _ in range(2)]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    for found in rows:
+        torch.testing.assert_close(found, expected)

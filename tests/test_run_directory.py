@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from swap_prune import InputError, data, models, prune
 from swap_prune.run_directory import RunDirectory, Step
@@ -78,7 +80,7 @@ def test_continues_from_any_step_to_the_same_result(uninterrupted, finished, tmp
 
 def test_kill_9_at_any_moment(uninterrupted, tmp_path):
     code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_run_directory import run\n"
         f"run({str(tmp_path)!r})"
     )
@@ -87,7 +89,8 @@ def test_kill_9_at_any_moment(uninterrupted, tmp_path):
         while process.poll() is None and not (tmp_path / f"stages/{steps:04d}.json").exists():
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL
+        assert (tmp_path / f"stages/{steps:04d}.json").exists()
     assert_same(run(tmp_path), uninterrupted)
     assert not list(tmp_path.rglob(".writing-*"))
 
@@ -177,3 +180,62 @@ def test_steps_are_plain_weights_and_json(tmp_path):
     models.load_weights(model, tmp_path / "stages/0001.safetensors")
     saved = json.loads((tmp_path / "stages/0002.json").read_text())
     assert [line["stage"] for line in saved["values"]["history"]] == [1, 2]
+
+
+def test_other_data_or_another_loss_is_refused(tmp_path):
+    inputs, labels = data.load("digits").train[:]
+    few = {**SETTINGS, "fine_tuning": None, "stages": 2}
+    model = models.pretrained("digits")
+    prune(model, (inputs, labels), directory=tmp_path, **few)
+    with pytest.raises(InputError, match="calibration_sha256"):
+        prune(model, (inputs + 1, labels), directory=tmp_path, **few)
+    with pytest.raises(InputError, match="loss is 'cross_entropy' there and 'mine' here"):
+        prune(model, (inputs, labels), loss=mine, directory=tmp_path, **few)
+
+
+def mine(output, labels):
+    return nn.functional.cross_entropy(output, labels)
+
+
+@pytest.mark.parametrize("name", ["configuration.json", "stages/0002.json"])
+def test_json_of_another_shape_is_damage(finished, tmp_path, name):
+    directory = shutil.copytree(finished, tmp_path / "copy")
+    for path in (directory / "stages").iterdir():
+        if int(path.name[:4]) > 2:
+            path.unlink()
+    (directory / name).write_text("[]")
+    with pytest.raises(InputError, match="is damaged"):
+        run(directory)
+
+
+def test_a_network_given_channels_last_resumes_to_the_same_result(tmp_path):
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+    calibration = (torch.randn(200, 3, 8, 8), torch.randint(3, (200,)))
+    settings = {
+        "sparsity": 0.7, "method": "lr", "stages": 3, "samples": 30, "samples_per_row": 2,
+        "fine_tuning": {"epochs_per_stage": 1, "epochs_after": 1, "batch_size": 50},
+    }  # fmt: skip
+    expected = prune(network, calibration, directory=tmp_path / "whole", **settings)
+    for last in (1, 2):
+        directory = shutil.copytree(tmp_path / "whole", tmp_path / f"after-{last}")
+        for path in (directory / "stages").iterdir():
+            if int(path.name[:4]) > last:
+                path.unlink()
+        assert_same(prune(network, calibration, directory=directory, **settings), expected)
+
+
+def test_training_that_cannot_work_is_known_before_pruning(tmp_path):
+    narrow = (torch.randn(10, 5), torch.zeros(10, dtype=torch.long))
+    with pytest.raises(InputError, match="the model can't be trained on a batch of 10 samples"):
+        run(tmp_path / "out", training_data=narrow)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="training_data has no effect without fine_tuning"):
+        run(fine_tuning=None, training_data=(torch.randn(2, 2), torch.zeros(2)))
+    with pytest.raises(InputError, match="training_data holds no sample"):
+        run(training_data=(torch.randn(0, 64), torch.zeros(0)))
+    with pytest.raises(InputError, match="directory is of type int"):
+        run(3)

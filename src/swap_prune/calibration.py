@@ -31,12 +31,16 @@ class Samples:
     Args:
         source: a Dataset of pairs (input, target), a DataLoader over one, or a pair of tensors
             (inputs, targets); inputs and targets may be tuples or dicts of tensors.
+        name: what the user calls it, for error messages.
     """
 
-    def __init__(self, source: Any) -> None:
-        self.size, self.read = _reader(source)
+    def __init__(self, source: Any, name: str = "calibration") -> None:
+        try:
+            self.size, self.read = _reader(source)
+        except InputError as error:
+            raise InputError(str(error).replace("calibration", name, 1)) from error
         if self.size == 0:
-            raise InputError("calibration holds no sample; give at least one")
+            raise InputError(f"{name} holds no sample; give at least one")
 
     def __len__(self) -> int:
         return self.size

@@ -29,13 +29,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"swap-prune: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        out = getattr(options, "out", None) or getattr(options, "directory", None)
+        advice = f"; what was saved is in {out}: 'swap-prune resume', or the same command" * bool(
+            out
+        )
+        print(f"\nswap-prune: interrupted{advice}", file=sys.stderr)
+        return 130
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """The commands and their options; those of `prune` are named as in Python."""
     top = argparse.ArgumentParser(
-        prog="swap-prune", description="Prune trained PyTorch models, without training."
+        prog="swap-prune", description="Prune trained PyTorch models, with or without training."
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_prune(commands.add_parser("prune", help="prune a model and write it to a directory"))
@@ -44,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     reproduce.add_arguments(commands.add_parser("reproduce", help="run a table of the paper anew"))
     _add_evaluate(commands.add_parser("evaluate", help="print top-1, top-5 and loss of a model"))
     _add_data(commands.add_parser("data", help="fetch a data set"))
-    _add_demo(commands.add_parser("demo", help="prune an embedded network with every method"))
+    _add_demo(commands.add_parser("demo", help="prune an embedded network in three ways"))
     return top
 
 
@@ -102,8 +109,7 @@ def _add_fine_tuning(command: argparse.ArgumentParser) -> None:
 
 
 def _prune(options: argparse.Namespace) -> None:
-    directory = RunDirectory(options.out)
-    directory.check_free(options.overwrite)
+    RunDirectory(options.out, overwrite=options.overwrite).check_free()
     described = Recipe(
         model=options.model,
         data=options.data,
@@ -111,10 +117,8 @@ def _prune(options: argparse.Namespace) -> None:
         data_directory=_absolute(options.data_directory),
         settings=_settings(options),
     )
-    if options.overwrite:
-        directory.clear()
     seed = 0 if options.seed is None else options.seed
-    _print_result(experiment.run(described, seed, options.out), options.out)
+    _print_result(experiment.run(described, seed, options.out, options.overwrite), options.out)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,8 +27,8 @@ PICTURE = "accuracy.png"
 
 def run_demo(out: Path, overwrite: bool) -> None:
     """Prune the digits network to 90, 95 and 98%; print a table and write results to `out`."""
-    directory = RunDirectory(out)
-    directory.check_free(overwrite)
+    directory = RunDirectory(out, overwrite=overwrite)
+    directory.check_free()
     try:
         import matplotlib
     except ImportError as error:
@@ -77,7 +77,10 @@ def run_demo(out: Path, overwrite: bool) -> None:
         "noise": {"fraction": NOISE_FRACTION, "deviation": NOISE_DEVIATION},
         "configuration": {"model": "digits", "data": "digits", **best.settings},
     }
-    directory.finish(best.model, contents)
+    with directory.lock():
+        directory.clear()
+        directory.write_model(best.model)
+        directory.write_result(contents)
     _draw(rows, dense.top1 or 0.0, out / PICTURE)
     print(table(rows, dense.top1 or 0.0, dense.samples))
     print(

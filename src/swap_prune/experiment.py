@@ -6,6 +6,7 @@ import platform
 import resource
 import sys
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,22 @@ def load_task(
         models.load_weights(network, Path(weights))
     elif model in models.BUILT_IN:
         raise InputError(
-            f"--weights is missing: {model} comes without trained weights, give a safetensors file"
+            f"weights is missing: {model} comes without trained weights, give a safetensors file"
         )
     return network, data.load(data_set, data_directory)
 
 
-def run(described: Recipe, seed: int, out: Path, progress: bool = True) -> dict[str, Any]:
+def run(
+    described: Recipe, seed: int, out: Path, overwrite: bool = False, progress: bool = True
+) -> dict[str, Any]:
     """Run one seed of a recipe into the directory `out`, or continue the run that is there.
+
+    Args:
+        described: what to run.
+        seed: which of its seeds.
+        out: the run directory.
+        overwrite: replace the run that is there, once the new one is known to be possible.
+        progress: show a progress bar on standard error.
 
     Returns:
         The contents of `result.json`; at once when the run is finished already.
@@ -49,14 +59,10 @@ def run(described: Recipe, seed: int, out: Path, progress: bool = True) -> dict[
     Raises:
         InputError: something can't be used, or `out` has a run of another recipe.
     """
-    text = recipe.dump(replace(described, seeds=(seed,)))
-    directory = RunDirectory(out, text)
-    if directory.recipe_path.exists():
-        if directory.recipe_path.read_text() != text:
-            raise InputError(
-                f"out={str(out)!r} has a run of another recipe; "
-                "give another directory, or overwrite"
-            )
+    described = replace(described, seeds=(seed,))
+    directory = RunDirectory(out, recipe.dump(described), overwrite)
+    if directory.recipe_path.exists() and not overwrite:
+        _check_same(recipe.read(directory.recipe_path), described, out)
         if directory.finished:
             return directory.result()
     model, splits = load_task(
@@ -76,7 +82,7 @@ def run(described: Recipe, seed: int, out: Path, progress: bool = True) -> dict[
         "weights": described.weights,
     }
     report = _report(result, dense, evaluate(result.model, splits.test), task)
-    directory.finish(result.model, report)
+    directory.write_result(report)
     return report
 
 
@@ -84,9 +90,29 @@ def resume(out: Path, progress: bool = True) -> dict[str, Any]:
     """Continue the run of a directory from its last saved stage."""
     directory = RunDirectory(out)
     if not directory.recipe_path.exists():
-        raise InputError(f"directory {str(out)!r} has no run to continue")
+        below = sorted(path.parent.name for path in out.glob(f"*/{directory.recipe_path.name}"))
+        where = f"; its folders {', '.join(below)} have" if below else ""
+        if directory.begun:
+            where = ": it was begun from Python, call prune again with the same arguments"
+        raise InputError(f"directory {str(out)!r} has no run of the command line{where}")
     described = recipe.read(directory.recipe_path)
-    return run(described, described.seeds[0], out, progress)
+    step = directory.last_step()
+    done = "finished already" if directory.finished else f"{step.number if step else 0} steps saved"
+    print(f"swap-prune: {out}: {done}", file=sys.stderr)
+    return run(described, described.seeds[0], out, progress=progress)
+
+
+def _check_same(present: Recipe, described: Recipe, out: Path) -> None:
+    """Raise unless both recipes make the same run; files may have moved, checksums tell."""
+    # As YAML has it: a list and a tuple are one.
+    there, here = (
+        recipe.dump(replace(one, weights=None, data_directory=None)) for one in (present, described)
+    )
+    if there != here:
+        line = next(a for a, b in zip_longest(there.split("\n"), here.split("\n")) if a != b)
+        raise InputError(
+            f"out={str(out)!r} has a run of another recipe, with {line!r}; give another directory"
+        )
 
 
 def _report(

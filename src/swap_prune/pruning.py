@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from swap_prune import batchnorm as batchnorm_statistics
@@ -46,6 +46,8 @@ BASELINES: dict[str, type[Method]] = {
     "wf": WoodFisher,
     "cbs": CombinatorialBrainSurgeon,
 }
+# Samples by which a run directory knows its data again.
+FINGERPRINT_SAMPLES = 8
 # Seeds of the steps of runs with neighbouring seeds must not meet.
 SEED_STRIDE = 1_000_003
 
@@ -144,6 +146,10 @@ def prune(
     if unknown:
         accepted = ", ".join(sorted(Settings.__dataclass_fields__))
         raise InputError(f"setting {min(unknown)!r} is unknown; accepted are {accepted}")
+    if directory is not None and not isinstance(directory, (RunDirectory, Path, str)):
+        raise InputError(f"directory is of type {type(directory).__name__}; give a path")
+    if training_data is not None and fine_tuning is None:
+        raise InputError("training_data has no effect without fine_tuning; give both, or neither")
     given = Settings(
         sparsity=sparsity,
         method=method,
@@ -170,9 +176,10 @@ def prune(
     device = model.get_parameter(weights.names[0]).device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(resolved.seed)
-        run = _Run(copy.deepcopy(model).cpu(), weights, samples, loss, resolved, progress)
+        run = _Run(_own_copy(model), weights, samples, loss, resolved, progress)
         if training_data is not None:
-            run.train_on(Samples(training_data))
+            run.train_on(Samples(training_data, "training_data"))
+        run.rehearse()
         if isinstance(directory, (str, Path)):
             directory = RunDirectory(directory)
         result = run.execute(steps, directory)
@@ -181,6 +188,20 @@ def prune(
         model.load_state_dict(result.model.state_dict())
         result.model = model
     return result
+
+
+def _own_copy(model: nn.Module) -> nn.Module:
+    """A copy on the CPU, contiguous as a model read from a file is."""
+    try:
+        own = copy.deepcopy(model)
+    except RuntimeError as error:
+        raise InputError(
+            f"the model can't be copied, perhaps because it keeps an activation: {error}"
+        ) from error
+    own.cpu()
+    for tensor in (*own.parameters(), *own.buffers()):
+        tensor.data = tensor.data.contiguous()
+    return own
 
 
 def round_to_kept(p: int, sparsity: float) -> int:
@@ -230,16 +251,31 @@ class _Run:
                 self._advance(sparsities, None)
                 return self._report()
             with directory.lock():
-                directory.configure(
-                    {
-                        "settings": settings_of.describe(self.settings),
-                        "model_sha256": fingerprint(self.model),
-                        "calibration_samples": len(self.stream.source),
-                        "training_samples": len(self.training_indices),
-                    }
-                )
+                directory.configure(self._configuration())
                 self._advance(sparsities, directory)
+                directory.write_model(self.model)
             return self._report()
+
+    def _configuration(self) -> dict[str, Any]:
+        """What a run has to share with another to be continued by it."""
+        few = self.stream.source.read(
+            torch.arange(min(FINGERPRINT_SAMPLES, len(self.stream.source)))
+        )
+        tensors = {str(i): leaf for i, leaf in enumerate(tree_leaves(few))}
+        return {
+            "settings": settings_of.describe(self.settings),
+            "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
+            "model_sha256": fingerprint(self.model.state_dict()),
+            "calibration_sha256": fingerprint(tensors),
+            "calibration_samples": len(self.stream.source),
+            "training_samples": len(self.training_indices),
+        }
+
+    def rehearse(self) -> None:
+        """Take one step of training on a copy: what can't be trained is to be known first."""
+        if self.epochs_per_stage or self.epochs_after:
+            model = copy.deepcopy(self.model)
+            self._period(model, 1, 0, None).rehearse()
 
     def _advance(self, sparsities: list[float], directory: RunDirectory | None) -> None:
         """Run every step, stage or epoch, that is not saved yet, and save it."""
@@ -256,7 +292,7 @@ class _Run:
             if number <= stages:
                 line = self._stage(number, stages, sparsities[number - 1])
             else:
-                period = period or self._period(self.epochs_after, stages + 1, saved)
+                period = period or self._period(self.model, self.epochs_after, stages + 1, saved)
                 line = self._epoch(period, number - stages - 1)
             line["seconds"] = time.perf_counter() - start
             self.seconds["total"] += line["seconds"]
@@ -288,7 +324,9 @@ class _Run:
         if self._draws():
             for _ in range(min(saved.number, stages)):
                 self.stream.skip(self._stage_samples())
-        self.bar.update(self._samples_of(saved.number, stages))
+        # Not as progress of this process, from which the time left is reckoned.
+        self.bar.n = self.bar.initial = self._samples_of(saved.number, stages)
+        self.bar.refresh()
 
     def _samples_of(self, steps: int, stages: int) -> int:
         """The samples that the first `steps` steps go through, the bar's unit."""
@@ -355,7 +393,7 @@ class _Run:
         self.seconds["solve"] += time.perf_counter() - start_solve
         line = {"stage": number, **chosen}
         if self.epochs_per_stage:
-            period = self._period(self.epochs_per_stage, number, None)
+            period = self._period(self.model, self.epochs_per_stage, number, None)
             for epoch in range(self.epochs_per_stage):
                 line["training_loss"] = self._train(period, epoch, where)
         return line | self._measure()
@@ -368,12 +406,14 @@ class _Run:
         loss = self._train(period, epoch, where)
         return {"epoch": epoch + 1, "training_loss": loss} | self._measure()
 
-    def _period(self, epochs: int, number: int, saved: Step | None) -> training.Period:
+    def _period(
+        self, model: nn.Module, epochs: int, number: int, saved: Step | None
+    ) -> training.Period:
         """The training that follows stage `number`, from its beginning or from a saved step."""
         assert self.settings.fine_tuning is not None
         period = training.Period(
-            self.model,
-            self._masks(self.weights.read(self.model)),
+            model,
+            self._masks(self.weights.read(model)),
             self.teacher,
             self.loss,
             self.training_samples,

@@ -20,7 +20,6 @@ import platform
 import shlex
 import statistics
 import sys
-import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
@@ -33,7 +32,7 @@ from swap_prune import experiment, models, training
 from swap_prune import recipe as recipes
 from swap_prune.errors import InputError
 from swap_prune.recipe import Recipe
-from swap_prune.run_directory import RunDirectory, plain
+from swap_prune.run_directory import RunDirectory, plain, write_whole
 
 # The paper's name of each network; None where the paper has no such network.
 NETWORKS: dict[str, str | None] = {
@@ -58,7 +57,6 @@ METHODS = {
     "lr-trained": "LR",
     "ewr-trained": "EWR",
 }
-WITHOUT_CHANCE = ("magnitude",)
 RECIPES = Path(__file__).with_name("recipes") / "table1"
 CELLS, TABLE_JSON, TABLE_MARKDOWN = "cells", "table1.json", "table1.md"
 MISSING = "–"
@@ -162,6 +160,8 @@ def plan(
 ) -> list[Cell]:
     """The cells to run, a whole table of one seed before the next seed.
 
+    A recipe with a single seed has no randomness and is run once.
+
     Args:
         networks: None for `DEFAULT_NETWORKS`.
         sparsities: None for all of each network.
@@ -184,7 +184,7 @@ def plan(
             for seed in range(seeds)
             for sparsity in rows
             for method in columns
-            if seed == 0 or method not in WITHOUT_CHANCE
+            if seed == 0 or len(read_recipe(network, method).seeds) > 1
         ]
     return cells
 
@@ -362,8 +362,11 @@ def write_table(out: Path, asked: Iterable[Cell], command: str) -> dict[str, Any
         "seconds": sum(record["seconds"] or 0.0 for record in records),
         "cells": records,
     }
-    _write_whole(out / TABLE_JSON, json.dumps(plain(contents), indent=1) + "\n")
-    _write_whole(out / TABLE_MARKDOWN, markdown(contents) + "\n")
+    try:
+        write_whole(out / TABLE_JSON, (json.dumps(plain(contents), indent=1) + "\n").encode())
+        write_whole(out / TABLE_MARKDOWN, (markdown(contents) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"--out {str(out)!r} can't be written to: {error}") from error
     return contents
 
 
@@ -397,18 +400,6 @@ def _record(cell: Cell, out: Path) -> dict[str, Any]:
         measured = {name: result.get(name) for name in measured}
         measured["epochs"] = epochs_trained(result["configuration"])
     return {**asdict(cell), **measured}
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old one or the new one, and never a part."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError as error:
-        raise InputError(f"--out {str(path.parent)!r} can't be written to: {error}") from error
 
 
 def markdown(contents: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@
     DIR/stages/0001.safetensors  the model after step 1, loadable like any other weights
     DIR/stages/0001.json         history, what the method remembers, checksums; written last
     DIR/model.safetensors        the end
-    DIR/result.json
+    DIR/result.json              of runs from the command line
 
 Every file appears whole or not at all. A step counts once its JSON file is there.
 """
@@ -62,11 +62,15 @@ class RunDirectory:
     Args:
         path: the directory; created when something is first written.
         recipe: the text of the recipe that a new run comes from.
+        overwrite: whether `configure` removes the run that is there.
     """
 
-    def __init__(self, path: Path | str, recipe: str | None = None) -> None:
+    def __init__(
+        self, path: Path | str, recipe: str | None = None, overwrite: bool = False
+    ) -> None:
         self.path = Path(path)
         self.recipe = recipe
+        self.overwrite = overwrite
 
     @property
     def finished(self) -> bool:
@@ -83,19 +87,21 @@ class RunDirectory:
         """Whether a run has been configured here."""
         return (self.path / CONFIGURATION_FILE).exists()
 
-    def check_free(self, overwrite: bool) -> None:
+    def check_free(self) -> None:
         """Raise unless a new run may be written here."""
         out = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"out={out!r} is a file; give a directory")
-        if self.finished and not overwrite:
+        present = [name for name in (RESULT_FILE, MODEL_FILE) if (self.path / name).exists()]
+        if present and not self.overwrite:
             raise InputError(
-                f"out={out!r} already has a run ({RESULT_FILE}); "
+                f"out={out!r} already has a run ({', '.join(present)}); "
                 "give another directory, or overwrite"
             )
-        if self.begun and not overwrite:
+        if self.begun and not self.overwrite:
+            how = "'swap-prune resume'" if self.recipe_path.exists() else "prune(directory=...)"
             raise InputError(
-                f"out={out!r} has an unfinished run; continue it with 'swap-prune resume', "
+                f"out={out!r} has an unfinished run; continue it with {how}, "
                 "give another directory, or overwrite"
             )
         existing = (self.path, *self.path.absolute().parents)
@@ -117,15 +123,17 @@ class RunDirectory:
                     f"out={str(self.path)!r} is in use by another process; wait for it, "
                     "or give another directory"
                 ) from error
-            for left_over in self.path.rglob(f"{SCRATCH_PREFIX}*"):
-                left_over.unlink()  # of a process that was killed while it wrote
+            with self._writing():
+                for folder in (self.path, self.path / STAGES):
+                    for left_over in folder.glob(f"{SCRATCH_PREFIX}*"):
+                        left_over.unlink()  # of a process that was killed while it wrote
             yield
         finally:
             handle.close()
 
     def clear(self) -> None:
-        """Remove the run that is here, and nothing else."""
-        with self.lock(), self._writing():
+        """Remove the run that is here, and nothing else; the caller holds the lock."""
+        with self._writing():
             for name in (RESULT_FILE, CONFIGURATION_FILE, RECIPE_FILE, MODEL_FILE):
                 (self.path / name).unlink(missing_ok=True)
             for path in (self.path / STAGES).glob("[0-9]*.*"):
@@ -133,6 +141,8 @@ class RunDirectory:
 
     def configure(self, configuration: dict[str, Any]) -> None:
         """Write what is run; raise when another run is here already."""
+        if self.overwrite and (self.begun or self.finished):
+            self.clear()
         configuration = json.loads(_as_json(configuration))
         if not self.begun:
             if self.recipe is not None:
@@ -193,24 +203,33 @@ class RunDirectory:
             if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
                 raise self._damaged(file)
             tensors["optimizer" if ".optimizer." in name else "model"] = load_file(file)
-        return Step(
-            content["step"], tensors["model"], tensors.get("optimizer", {}), content["values"]
-        )
+        values = _with_numbers(content["values"])
+        return Step(content["step"], tensors["model"], tensors.get("optimizer", {}), values)
 
     def result(self) -> dict[str, Any]:
-        """What `finish` wrote."""
-        return self._read_json(self.path / RESULT_FILE)
+        """What `write_result` wrote for a run."""
+        path = self.path / RESULT_FILE
+        result = self._read_json(path)
+        if not {"top1", "prunable", "configuration"} <= result.keys():
+            raise self._damaged(path)
+        return result
 
-    def finish(self, model: nn.Module, result: dict[str, Any]) -> None:
-        """Write the model and, last, the result."""
+    def write_model(self, model: nn.Module) -> None:
+        """Write the pruned model."""
         self._write(self.path / MODEL_FILE, save(_storable(model.state_dict())))
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Write the result, which makes the run a finished one."""
         self._write(self.path / RESULT_FILE, _as_json(result).encode())
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
-            return json.loads(path.read_text())
+            content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise self._damaged(path) from error
+        if not isinstance(content, dict):
+            raise self._damaged(path)
+        return content
 
     def _damaged(self, path: Path) -> InputError:
         advice = "delete the directory's run and begin anew"
@@ -219,18 +238,8 @@ class RunDirectory:
         return InputError(f"file {str(path)!r} is damaged or not what the run wrote; {advice}")
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Write a file that is on the disk, whole, before its name is."""
         with self._writing():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=SCRATCH_PREFIX, dir=path.parent)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(name, path)
-            finally:
-                Path(name).unlink(missing_ok=True)
+            write_whole(path, content)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -240,9 +249,23 @@ class RunDirectory:
             raise InputError(f"out={str(self.path)!r} can't be written to: {error}") from error
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A checksum of the model's parameters and buffers."""
-    return hashlib.sha256(save(_storable(model.state_dict()))).hexdigest()
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is on the disk, whole, before its name is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=SCRATCH_PREFIX, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def fingerprint(tensors: dict[str, Tensor]) -> str:
+    """A checksum of tensors, by name."""
+    return hashlib.sha256(save(_storable(tensors))).hexdigest()
 
 
 def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -267,3 +290,12 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def _with_numbers(value: Any) -> Any:
+    """What `plain` was given: the words for numbers that are not finite become numbers again."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return float(value) if value in ("inf", "-inf", "nan") else value

@@ -191,7 +191,6 @@ class Period:
         self.optimizer = _optimizer(settings, list(self.parameters.values()))
         self.steps = len(_batches(indices, settings.batch_size))
         self.total_steps = epochs * self.steps
-        self.epochs_done = 0
         inputs = to_device(samples.read(indices[:1]), self.device)[0]
         self.memory_format = fastest_format(model, inputs)
 
@@ -221,8 +220,16 @@ class Period:
                 total += value * len(batch)
                 if progress is not None:
                     progress(len(batch))
-        self.epochs_done = epoch + 1
         return total / len(order)
+
+    def rehearse(self) -> None:
+        """Take one step, on a model of which no more is wanted.
+
+        Raises:
+            InputError: the model, the data and the settings do not go together.
+        """
+        with self._seeded(0), self._training_state():
+            self._step(_batches(self.indices, self.settings.batch_size)[0], 0)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of the optimiser's tensors, and values for JSON: what `restore` needs."""
@@ -235,7 +242,6 @@ class Period:
         return tensors, {
             "optimizer": self.settings.optimizer,
             "period": self.period,
-            "epochs_done": self.epochs_done,
         }
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -259,7 +265,6 @@ class Period:
             restored.setdefault(numbers[name], {})[field] = value.clone()
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": restored, "param_groups": groups})
-        self.epochs_done = values["epochs_done"]
 
     def _step(self, indices: Tensor, step: int) -> float:
         """One step of the optimiser on the samples `indices` (b,); the loss before it."""

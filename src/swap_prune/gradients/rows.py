@@ -37,13 +37,14 @@ from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
 
 Loss = Callable[[Any, Any], Tensor]
+Worker = tuple[nn.Module, Loss]
 Fill = Callable[[nn.Module, PrunableWeights, Any, Any, Loss, Tensor], None]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 # Numbers in the inputs of a chunk: 16 CIFAR images, whose activations stay in a core's cache.
 CHUNK_NUMBERS = 16 * 3 * 32 * 32
 CHUNK_SAMPLES = (8, 64)
-# Each holds the activations of a chunk; threads beyond these share the work inside a chunk.
+# Each holds the activations of a chunk.
 MOST_WORKERS = 8
 # Float32 rounding in another order of summation; a wrong formula is off by far more.
 AGREEMENT = 1e-3
@@ -101,56 +102,70 @@ def gradient_rows(
         x, y = tree_map(lambda leaf: leaf[part], (inputs, targets))
         return x, y, block, part
 
-    def compute(worker_model: nn.Module, start: int) -> int:
+    def compute(worker: Worker, start: int) -> int:
         x, y, block, part = chunk(start)
-        fill(worker_model, weights, x, y, loss, block)
+        fill(worker[0], weights, x, y, worker[1], block)
         if not torch.isfinite(block.sum()):
             known = torch.arange(samples) if numbers is None else numbers
-            blame_sample(worker_model, x, y, loss, known[part])
+            blame_sample(worker[0], x, y, worker[1], known[part])
             _blame_row(block, known[part].view(len(block), -1))
         return len(block) * samples_per_row
 
     starts = range(0, n, rows_per_chunk)
     with evaluation_mode(model):
+        workers = _workers(model, loss, min(torch.get_num_threads(), len(starts)))
         x, y, block, _ = chunk(0)
         fill = _choose_way(model, weights, x, y, loss, block)
-        for done in _spread(compute, model, starts, parallel=fill is not _fill_vectorised):
+        if fill is _fill_vectorised:
+            workers = [(model, loss)]
+        for done in _spread(compute, workers, starts):
             if progress is not None:
                 progress(done)
     return DenseGradients(matrix)
 
 
+def _workers(model: nn.Module, loss: Loss, threads: int) -> list[Worker]:
+    """A model and a loss for each thread, around the same parameters.
+
+    What a module remembers between its own layers must not be another thread's. Where copies
+    can't be had, or would share a hook's memory, one thread does everything.
+    """
+    alone: list[Worker] = [(model, loss)]
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    if threads == 1 or hooked:
+        return alone
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    try:
+        return [
+            copy.deepcopy((model, loss), dict(shared)) for _ in range(min(threads, MOST_WORKERS))
+        ]
+    except Exception:  # the model is the user's: anything may come out of it
+        return alone
+
+
 def _spread(
-    compute: Callable[[nn.Module, int], int],
-    model: nn.Module,
-    starts: Sequence[int],
-    parallel: bool,
+    compute: Callable[[Worker, int], int], workers: list[Worker], starts: Sequence[int]
 ) -> Iterator[int]:
-    """Yield what `compute` returns for each start, in order; several at once where it is safe.
+    """Yield what `compute` returns for each start, in order, one start a worker at a time.
 
     Many small operations keep one thread each busier than few operations split over all threads.
     """
-    threads = torch.get_num_threads()
-    workers = min(threads, MOST_WORKERS, len(starts)) if parallel else 1
-    if workers == 1:
-        yield from (compute(model, start) for start in starts)
+    if len(workers) == 1:
+        yield from (compute(workers[0], start) for start in starts)
         return
-    # What a module remembers between its own layers must not be another thread's.
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    copies: SimpleQueue[nn.Module] = SimpleQueue()
-    for _ in range(workers):
-        copies.put(copy.deepcopy(model, dict(shared)))
+    free: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
 
     def task(start: int) -> int:
-        worker_model = copies.get()
+        worker = free.get()
         try:
-            return compute(worker_model, start)
+            return compute(worker, start)
         finally:
-            copies.put(worker_model)
+            free.put(worker)
 
-    pool = ThreadPoolExecutor(
-        workers, initializer=torch.set_num_threads, initargs=(threads // workers,)
-    )
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(len(workers), initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield from pool.map(task, starts)
     finally:
