@@ -104,7 +104,9 @@ def _add_fine_tuning(command: argparse.ArgumentParser) -> None:
         kind = {"int": int, "float": float, "str": str}[str(field.type)]
         default = getattr(PRESETS["default"], field.name)
         command.add_argument(
-            f"--{field.name.replace('_', '-')}", type=kind, help=f"default preset: {default}"
+            f"--{field.name.replace('_', '-')}",
+            type=kind,
+            help=f"of fine-tuning, instead of the preset's (default preset: {default})",
         )
 
 

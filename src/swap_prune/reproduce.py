@@ -347,10 +347,17 @@ def epochs_trained(settings: Mapping[str, Any]) -> int:
 # --- writing ------------------------------------------------------------------------------------
 
 
-def write_table(out: Path, asked: Iterable[Cell], command: str) -> dict[str, Any]:
+def write_table(out: Path, asked: Sequence[Cell], command: str) -> dict[str, Any]:
     """Write the table of the cells asked for, now and by earlier commands; return the JSON's."""
     commands, cells = _read_table(out / TABLE_JSON)
     records = [_record(cell, out) for cell in sorted({*cells, *asked}, key=_table_order)]
+    for network in {cell.network for cell in cells} | {cell.network for cell in asked}:
+        dense = {r["top1_dense"] for r in records if r["network"] == network} - {None}
+        if len(dense) > 1:
+            raise InputError(
+                f"--out {str(out)!r} has cells of {network} from different weights, with dense "
+                f"top-1 {' and '.join(f'{value:.2f}' for value in sorted(dense))}; give another"
+            )
     contents = {
         "commands": list(dict.fromkeys([*commands, command])),
         "machine": {
