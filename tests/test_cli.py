@@ -219,6 +219,15 @@ def test_fine_tuning_options_reach_the_run(tmp_path, capsys):
     assert fine_tuning["epochs_after"] == 2
 
 
+def test_noise_options_reach_the_run(tmp_path, capsys):
+    quick = [*TASK, *QUICK, "--sparsity", "0.5", "--out", tmp_path / "a"]
+    assert run("prune", *quick, "--noise-fraction", "0.5") == 2
+    assert "--noise is missing" in capsys.readouterr().err
+    assert run("prune", *quick, "--noise", "labels", "--noise-fraction", "0.5") == 0
+    result = json.loads((tmp_path / "a/result.json").read_text())
+    assert result["configuration"]["noise"] == [{"kind": "labels", "fraction": 0.5}]
+
+
 def test_a_recipe_runs_every_seed_once(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from swap_prune import InputError
+from swap_prune import InputError, data, models, prune
 from swap_prune.calibration import Batch
 from swap_prune.evaluation import cross_entropy
 from swap_prune.gradients import GradientOperator, gradient_rows
@@ -462,3 +462,64 @@ def test_analog_noise_is_in_units_of_each_weight():
         factors = weights.read(model) / before
     assert float(factors.mean()) == pytest.approx(1, abs=0.01)
     assert float(factors.std()) == pytest.approx(0.3, rel=0.02)
+
+
+# --- in a run -----------------------------------------------------------------------------------
+
+KINDS = [
+    {"kind": "input", "fraction": 0.5, "level": 0.5},
+    {"kind": "gradient-entries", "fraction": 0.5, "level": 1.0},
+    {"kind": "gradient-rows", "fraction": 0.5, "level": 1.0},
+    {"kind": "labels", "fraction": 0.5},
+    {"kind": "analog", "level": 0.3},
+    {"kind": "adversarial", "fraction": 0.25, "level": 2.0},
+]
+RUN = {"sparsity": 0.8, "method": "lr", "stages": 2, "samples": 40, "samples_per_row": 2, "seed": 1}
+
+
+def prune_digits(**changes):
+    calibration = data.load("digits").train[:400]
+    return prune(models.pretrained("digits"), calibration, **{**RUN, **changes})
+
+
+@pytest.fixture(scope="module")
+def clean():
+    return prune_digits()
+
+
+@pytest.mark.parametrize("noise", KINDS, ids=lambda noise: noise["kind"])
+def test_every_noise_reaches_the_result_and_is_seeded(clean, noise):
+    noisy, again = prune_digits(noise=noise), prune_digits(noise=[noise])
+    weights = [result.model.state_dict() for result in (clean, noisy, again)]
+    assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
+    assert not all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    (told,) = noisy.history[0]["noise"]
+    assert told["kind"] == noise["kind"]
+    if noise["kind"] == "input":
+        reached = told["reached"]
+        assert reached["sigma_reached"] == pytest.approx(1.5 * reached["sigma_clean"], rel=0.05)
+
+
+def test_noisy_runs_resume_to_the_same_result(tmp_path):
+    noise = [KINDS[0], KINDS[3], KINDS[5]]
+    expected = prune_digits(noise=noise, directory=tmp_path)
+    for path in (tmp_path / "stages").glob("0002*"):
+        path.unlink()
+    found = prune_digits(noise=noise, directory=tmp_path)
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(value, found.model.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        ("labels", "noise is of type str"),
+        ({"fraction": 0.5}, "must have a kind"),
+        ({"kind": "labels", "strength": 1}, "must have a kind"),
+        ({"kind": "hum"}, "noise kind='hum' is unknown; accepted are input"),
+        ({"kind": "labels", "fraction": 1.5}, "noise fraction=1.5 must be"),
+    ],
+)
+def test_noise_that_is_none(noise, message):
+    with pytest.raises(InputError, match=message):
+        prune_digits(noise=noise)

@@ -123,7 +123,10 @@ def test_words_that_yaml_takes_for_something_else_are_names(folder):
     [
         ("epsilonn: 1", "'epsilonn' is unknown; did you mean 'epsilon'? accepted are model, data,"),
         ("samples-per-row: 1", "did you mean 'samples_per_row'?"),
-        ("noise: 0.1", "'noise' is unknown; "),
+        ("noise: 0.1", "noise must be fields as 'kind: labels', or a list of such"),
+        ("noise: {kind: hum}", "noise kind='hum' is unknown; accepted are input"),
+        ("noise: {kind: labels, part: 1}", "'part' is unknown in noise; accepted are kind"),
+        ("noise: [{kind: labels, fraction: 2}]", "noise fraction=2.0 must be a number in [0, 1]"),
         ("<<: {stages: 3}", "'<<' is unknown; "),
         ("[a, b]: 1", "the name of a field must be a word"),
         ("sparsity: 0.8", "'sparsity' is given twice, first in line 3"),
@@ -342,3 +345,11 @@ def test_own_schedules_come_back(folder, stages, draw):
 def test_any_text_is_read_or_refused(folder, text):
     with suppress(InputError):
         parse(folder, TASK + text)
+
+
+def test_noise_comes_back(folder):
+    noise = [{"kind": "labels", "fraction": 0.25}, {"kind": "analog", "level": 0.1}]
+    read = parse(folder, f"{TASK}noise:\n  kind: labels\n  fraction: 25e-2\n")
+    assert read.settings["noise"] == noise[:1]
+    both = replace(read, settings=read.settings | {"noise": noise})
+    assert parse(folder, dump(both)).settings["noise"] == noise

@@ -15,6 +15,7 @@ from torch import nn
 from swap_prune import data, experiment, models, recipe, reproduce
 from swap_prune.errors import InputError
 from swap_prune.evaluation import evaluate
+from swap_prune.noise import NOISES
 from swap_prune.recipe import Recipe
 from swap_prune.run_directory import MODEL_FILE, RESULT_FILE, RunDirectory, plain
 from swap_prune.settings import COUPLINGS, METHODS, Settings
@@ -93,6 +94,9 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--include", action="append", help="pattern of weights to prune; may be repeated")
     option("--exclude", action="append", help="pattern of weights to leave; may be repeated")
     option("--seed", type=int, help="fixes the result (0)")
+    option("--noise", help=f"to study robustness: {', '.join(NOISES)} (default: none)")
+    option("--noise-fraction", type=float, help="of the samples, rows or entries, in [0, 1]")
+    option("--noise-level", type=float, help="how strong, as the kind has it")
     option("--fine-tuning", help=f"train with held masks: {', '.join(PRESETS)} (default: none)")
     _add_fine_tuning(command)
     command.set_defaults(command=_prune)
@@ -125,13 +129,19 @@ def _prune(options: argparse.Namespace) -> None:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """What was given; the rest is left to the defaults of `prune`."""
-    names = {field.name for field in fields(Settings)} - {"seed", "fine_tuning"}
+    names = {field.name for field in fields(Settings)} - {"seed", "fine_tuning", "noise"}
     given = {k: v for k, v in vars(options).items() if k in names and v is not None}
     fine_tuning = {
         field.name: getattr(options, field.name)
         for field in fields(FineTuning)
         if getattr(options, field.name) is not None
     }
+    noise = {"kind": options.noise, "fraction": options.noise_fraction}
+    noise = {k: v for k, v in {**noise, "level": options.noise_level}.items() if v is not None}
+    if noise:
+        if options.noise is None:
+            raise InputError(f"--noise is missing; give one of {', '.join(NOISES)}")
+        given["noise"] = [noise]
     if options.fine_tuning is not None:
         given["fine_tuning"] = {"preset": options.fine_tuning, **fine_tuning}
     elif fine_tuning:

@@ -20,7 +20,7 @@ exactly `round(fraction · n)` of them. σ is the standard deviation over all en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
@@ -331,6 +331,46 @@ def build(kind: str, fraction: float | None = None, level: float | None = None) 
                 f"which takes only a {' and a '.join(taken)}; leave it out"
             )
     return NOISES[kind](**{name: given[name] for name in taken})
+
+
+def resolve(given: Any) -> tuple[Noise, ...]:
+    """The noises that a user means.
+
+    Args:
+        given: None; a `Noise`; a mapping with "kind" and, as it takes them, "fraction" and "level";
+            or a list of such.
+
+    Raises:
+        InputError: a noise is not one of these, or a value can't be used.
+    """
+    if given is None:
+        return ()
+    noises = []
+    for one in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(one, Mapping):
+            unknown = one.keys() - {"kind", "fraction", "level"}
+            if unknown or "kind" not in one:
+                raise InputError(
+                    f"noise={dict(one)!r} must have a kind and, as the kind takes them, a fraction "
+                    "and a level"
+                )
+            one = build(**one)
+        if not isinstance(one, Noise):
+            raise InputError(
+                f"noise is of type {type(one).__name__}; give a Noise, a mapping with its kind, "
+                "fraction and level, or a list of these"
+            )
+        noises.append(one)
+    return tuple(noises)
+
+
+def from_description(described: Mapping[str, Any]) -> Noise:
+    """The noise that `Noise.describe` described, with what its calibration reached."""
+    values = dict(described)
+    noise = NOISES[values.pop("kind")]
+    if values.get("reached") is not None:
+        values["reached"] = Reached(**values["reached"])
+    return noise(**values)
 
 
 def add_input_noise(

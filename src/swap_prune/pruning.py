@@ -7,6 +7,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ from swap_prune.methods import (
     WassersteinRegression,
     WoodFisher,
 )
+from swap_prune.noise import Noise
+from swap_prune.noise import from_description as noise_from
+from swap_prune.noise import resolve as resolve_noise
 from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.regression import Budget
 from swap_prune.run_directory import RunDirectory, Step, fingerprint
@@ -87,6 +92,7 @@ def prune(
     loss: Loss | None = None,
     fine_tuning: Any = None,
     training_data: Any = None,
+    noise: Any = None,
     directory: RunDirectory | Path | str | None = None,
     in_place: bool = False,
     progress: bool = False,
@@ -106,6 +112,9 @@ def prune(
             "authors-mlpnet", "authors-resnet20"), or a dict of its fields.
         training_data: what fine-tuning trains on, in the forms of `calibration`; default:
             `calibration` without the held-out samples.
+        noise: put on the calibration samples or gradients of every stage, to see what a method
+            makes of it: a `Noise`, a dict as {"kind": "labels", "fraction": 0.25}, or a list of
+            these (see `swap_prune.noise`). Held-out samples get the noise of samples too.
         directory: where every stage is saved as it ends; a run of the same configuration that is
             there already is continued, and ends with the result of one never interrupted.
         in_place: change the given model instead of a copy.
@@ -155,6 +164,7 @@ def prune(
         sparsity=sparsity,
         method=method,
         fine_tuning=training.resolve(fine_tuning),
+        noise=resolve_noise(noise),
         **settings,
     )
     if not isinstance(model, nn.Module):
@@ -234,6 +244,7 @@ class _Run:
         self.buffer: Tensor | None = None
         self.history: list[dict[str, Any]] = []
         self.seconds = {"gradients": 0.0, "solve": 0.0, "training": 0.0, "total": 0.0}
+        self.noises = settings.noise
         self.training_samples, self.training_indices = samples, self.stream.pool
         fine_tuning = settings.fine_tuning
         self.epochs_per_stage = fine_tuning.epochs_per_stage if fine_tuning else 0
@@ -312,6 +323,7 @@ class _Run:
                 "history": self.history,
                 "seconds": self.seconds,
                 "method": self.method.state(),
+                "noise": [noise.describe() for noise in self.noises],
                 "optimizer": values,
             },
         )
@@ -322,6 +334,7 @@ class _Run:
         self.history = saved.values["history"]
         self.seconds = saved.values["seconds"]
         self.method.restore(saved.values["method"])
+        self._use_noises(tuple(noise_from(described) for described in saved.values["noise"]))
         if self._draws():
             for _ in range(min(saved.number, stages)):
                 self.stream.skip(self._stage_samples())
@@ -362,9 +375,19 @@ class _Run:
         if self._draws():
             batch, indices = self.stream.draw(self._stage_samples())
             check_task(self.model, batch, self.given_loss)
+            generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+            if number == 1:
+                self._calibrate_noise(batch, indices, generator)
+            for noise in self.noises:
+                batch = noise.samples(batch, generator)
         if self.method.needs_gradients and batch is not None:
             self.bar.set_description(f"{where}: gradients")
-            gradients = self._gradients(batch, indices)
+            with ExitStack() as noisy:
+                for noise in self.noises:
+                    noisy.enter_context(noise.weights(self.model, self.weights, generator))
+                gradients = self._gradients(batch, indices, self.bar.update)
+            for noise in self.noises:
+                noise.rows(gradients.rows(), generator)
         else:
             self.bar.update(self._stage_samples())
         self.seconds["gradients"] += time.perf_counter() - start
@@ -393,6 +416,8 @@ class _Run:
             chosen |= self._reestimate(batch[0], chosen.get("held_out_loss"))
         self.seconds["solve"] += time.perf_counter() - start_solve
         line = {"stage": number, **chosen}
+        if number == 1 and self.noises:
+            line["noise"] = [noise.describe() for noise in self.noises]
         if self.epochs_per_stage:
             period = self._period(self.model, self.epochs_per_stage, number, None)
             for epoch in range(self.epochs_per_stage):
@@ -452,7 +477,28 @@ class _Run:
         """Whether a stage needs calibration samples."""
         return self.method.needs_gradients or self._statistics_wanted()
 
-    def _gradients(self, batch: Batch, indices: Tensor) -> GradientOperator:
+    def _calibrate_noise(self, batch: Batch, indices: Tensor, generator: torch.Generator) -> None:
+        """Fit the noises to the model on the first batch, and put them on the held-out samples."""
+        self.bar.set_description("calibrating the noise")
+        calibrated = []
+        for noise in self.noises:
+            calibrated.append(
+                noise.calibrate(batch, lambda noisy: self._gradients(noisy, indices), generator)
+            )
+            batch = calibrated[-1].samples(batch, generator)
+        self._use_noises(tuple(calibrated))
+
+    def _use_noises(self, noises: tuple[Noise, ...]) -> None:
+        """Take calibrated noises; the held-out samples are as noisy as the others."""
+        self.noises = noises
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        for noise in noises:
+            if self.held_out is not None:
+                self.held_out = noise.samples(self.held_out, generator)
+
+    def _gradients(
+        self, batch: Batch, indices: Tensor, progress: Callable[[int], Any] | None = None
+    ) -> GradientOperator:
         if self.buffer is None:
             rows = self._stage_samples() // (self.settings.samples_per_row or 1)
             self.buffer = torch.empty(rows, self.weights.size)
@@ -464,7 +510,7 @@ class _Run:
             self.loss,
             self.settings.samples_per_row or 1,
             out=self.buffer,
-            progress=self.bar.update,
+            progress=progress,
             numbers=indices,
         )
 

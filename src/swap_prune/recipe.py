@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from swap_prune import data, models, training
+from swap_prune import noise as noise_of
 from swap_prune import settings as settings_of
 from swap_prune.errors import InputError
 from swap_prune.schedule import sparsities
@@ -34,6 +35,7 @@ _FIELDS: dict[str, Any] = {
     **_SETTINGS,
     "seeds": tuple[int, ...],
 }
+_NOISE_FIELDS: dict[str, Any] = {"kind": str, "fraction": float, "level": float}
 _TRAINING_FIELDS: dict[str, Any] = {"preset": str, **get_type_hints(FineTuning)}
 
 
@@ -47,7 +49,8 @@ class Recipe:
         weights: the file of trained weights.
         data_directory: where the data set's files are.
         settings: the keyword arguments of `swap_prune.prune` except the seed. What may be several
-            values is a tuple; fine-tuning is the name of a preset, a dict of fields, or None.
+            values is a tuple; fine-tuning is the name of a preset, a dict of fields, or None;
+            noise is a list of dicts.
         seeds: one for each run.
     """
 
@@ -225,6 +228,8 @@ def _value(name: str, node: yaml.Node) -> Any:
     """The value of a field of the recipe; raise unless it can be used."""
     if name == "fine_tuning":
         return _fine_tuning(node)
+    if name == "noise":
+        return _noise(node)
     value = _convert(name, node, _FIELDS[name])
     if name == "model":
         _check_exists(name, value, models.BUILT_IN)
@@ -250,6 +255,22 @@ def _fine_tuning(node: yaml.Node) -> str | dict[str, Any] | None:
             values[name] = _convert(name, item, _TRAINING_FIELDS[name])
             training.resolve({name: values[name]})
     return values
+
+
+def _noise(node: yaml.Node) -> list[dict[str, Any]] | None:
+    """One noise or a list of them, as dicts."""
+    if isinstance(node, yaml.ScalarNode) and node.tag == NULL:
+        return None
+    noises = []
+    for one in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        if not isinstance(one, yaml.MappingNode):
+            raise InputError("noise must be fields as 'kind: labels', or a list of such")
+        entries = list(_entries(one, _NOISE_FIELDS, " in noise"))
+        values = {name: _convert(name, item, _NOISE_FIELDS[name]) for name, _, item in entries}
+        with _in_line(_line(one)):
+            noise_of.resolve(values)
+        noises.append(values)
+    return noises
 
 
 def _check_exists(name: str, value: str | None, built_in: Sequence[str] | dict[str, Any]) -> None:
@@ -279,7 +300,8 @@ def _check_alone(name: str, value: Any) -> None:
 def _check_together(settings: dict[str, Any]) -> None:
     """Check what depends on several settings, but not on the data."""
     tuned = training.resolve(settings.get("fine_tuning"))
-    given = Settings(**{**settings, "fine_tuning": tuned})
+    noises = noise_of.resolve(settings.get("noise"))
+    given = Settings(**{**settings, "fine_tuning": tuned, "noise": noises})
     settings_of.check(given)
     likely = replace(given, samples=None, samples_per_row=None, held_out=None)
     resolved = settings_of.resolve(likely, AMPLE)

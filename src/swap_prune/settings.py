@@ -8,6 +8,7 @@ from typing import Any
 
 from swap_prune.errors import InputError
 from swap_prune.methods import Auto
+from swap_prune.noise import Noise
 from swap_prune.prunable import Selector
 from swap_prune.training import FineTuning
 
@@ -47,6 +48,7 @@ class Settings:
     exclude: tuple[Selector, ...] = ()
     seed: int = 0
     fine_tuning: FineTuning | None = None
+    noise: tuple[Noise, ...] = ()
 
 
 def check(settings: Settings) -> None:
@@ -159,6 +161,7 @@ def _selectors(name: str, given: Any) -> tuple[Selector, ...]:
 def describe(settings: Settings) -> dict[str, Any]:
     """The settings as JSON can hold them."""
     described = asdict(settings)
+    described["noise"] = [noise.describe() for noise in settings.noise]
     for name in ("include", "exclude"):
         if described[name] is not None:
             described[name] = [s if isinstance(s, str) else s.__name__ for s in described[name]]
