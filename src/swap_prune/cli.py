@@ -31,13 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"swap-prune: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        out = getattr(options, "out", None) or getattr(options, "directory", None)
-        advice = f"; what was saved is in {out}: 'swap-prune resume', or the same command" * bool(
-            out
-        )
-        print(f"\nswap-prune: interrupted{advice}", file=sys.stderr)
+        print(f"\nswap-prune: interrupted{_continuation(options)}", file=sys.stderr)
         return 130
     return 0
+
+
+def _continuation(options: argparse.Namespace) -> str:
+    """How an interrupted command goes on, if it saved anything."""
+    out: Path | None = getattr(options, "out", None) or getattr(options, "directory", None)
+    if out is None or not out.exists():
+        return ""
+    how = f"'swap-prune resume {out}'" if RunDirectory(out).begun else "the same command"
+    return f"; {how} continues what is saved in {out}"
 
 
 def parser() -> argparse.ArgumentParser:
