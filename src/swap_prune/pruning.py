@@ -52,7 +52,7 @@ BASELINES: dict[str, type[Method]] = {
     "cbs": CombinatorialBrainSurgeon,
 }
 # Samples by which a run directory knows its data again.
-FINGERPRINT_SAMPLES = 8
+FINGERPRINT_SAMPLES = 64
 # Seeds of the steps of runs with neighbouring seeds must not meet.
 SEED_STRIDE = 1_000_003
 
@@ -270,15 +270,15 @@ class _Run:
 
     def _configuration(self) -> dict[str, Any]:
         """What a run has to share with another to be continued by it."""
-        few = self.stream.source.read(
-            torch.arange(min(FINGERPRINT_SAMPLES, len(self.stream.source)))
-        )
-        tensors = {str(i): leaf for i, leaf in enumerate(tree_leaves(few))}
+        first = torch.arange(min(FINGERPRINT_SAMPLES, len(self.stream.source)))
+        # Targets alone: random transforms of the inputs may differ from process to process.
+        targets = self.stream.source.read(first)[1]
+        tensors = {str(i): torch.as_tensor(leaf) for i, leaf in enumerate(tree_leaves(targets))}
         return {
             "settings": settings_of.describe(self.settings),
             "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
             "model_sha256": fingerprint(self.model.state_dict()),
-            "calibration_sha256": fingerprint(tensors),
+            "targets_sha256": fingerprint(tensors),
             "calibration_samples": len(self.stream.source),
             "training_samples": len(self.training_indices),
         }
