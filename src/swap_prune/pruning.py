@@ -480,7 +480,9 @@ class _Run:
     def _calibrate_noise(self, batch: Batch, indices: Tensor, generator: torch.Generator) -> None:
         """Fit the noises to the model on the first batch, and put them on the held-out samples."""
         self.bar.set_description("calibrating the noise")
-        calibrated = []
+        # From a twin, so that the stage's own draw is the one that was measured.
+        generator = torch.Generator().set_state(generator.get_state())
+        calibrated: list[Noise] = []
         for noise in self.noises:
             calibrated.append(
                 noise.calibrate(batch, lambda noisy: self._gradients(noisy, indices), generator)
