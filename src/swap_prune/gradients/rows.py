@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -102,14 +103,18 @@ def gradient_rows(
         x, y = tree_map(lambda leaf: leaf[part], (inputs, targets))
         return x, y, block, part
 
-    def compute(worker: Worker, start: int) -> int:
+    def check(worker: Worker, start: int) -> int:
         x, y, block, part = chunk(start)
-        fill(worker[0], weights, x, y, worker[1], block)
         if not torch.isfinite(block.sum()):
             known = torch.arange(samples) if numbers is None else numbers
             blame_sample(worker[0], x, y, worker[1], known[part])
             _blame_row(block, known[part].view(len(block), -1))
         return len(block) * samples_per_row
+
+    def compute(worker: Worker, start: int) -> int:
+        x, y, block, _ = chunk(start)
+        fill(worker[0], weights, x, y, worker[1], block)
+        return check(worker, start)
 
     starts = range(0, n, rows_per_chunk)
     with evaluation_mode(model):
@@ -118,7 +123,8 @@ def gradient_rows(
         fill = _choose_way(model, weights, x, y, loss, block)
         if fill is _fill_vectorised:
             workers = [(model, loss)]
-        for done in _spread(compute, workers, starts):
+            fill(model, weights, x, y, loss, block)
+        for done in chain([check(workers[0], 0)], _spread(compute, workers, starts[1:])):
             if progress is not None:
                 progress(done)
     return DenseGradients(matrix)
