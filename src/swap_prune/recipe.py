@@ -105,7 +105,8 @@ def dump(recipe: Recipe) -> str:
     if isinstance(content.get("fine_tuning"), FineTuning):
         content["fine_tuning"] = asdict(content["fine_tuning"])
     try:
-        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        # Escaped: unescaped, some line separators of Unicode come back as spaces.
+        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=False)
     except yaml.representer.RepresenterError as error:
         refused = error.args[-1]
         raise InputError(
