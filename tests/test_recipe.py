@@ -347,6 +347,12 @@ def test_any_text_is_read_or_refused(folder, text):
         parse(folder, TASK + text)
 
 
+def test_line_separators_of_unicode_come_back(folder):
+    patterns = ("\x85", "\u2028", "é")
+    recipe = Recipe("resnet20", "cifar10", None, None, {"sparsity": 0.5, "exclude": patterns})
+    assert parse(folder, dump(recipe)).settings["exclude"] == patterns
+
+
 def test_noise_comes_back(folder):
     noise = [{"kind": "labels", "fraction": 0.25}, {"kind": "analog", "level": 0.1}]
     read = parse(folder, f"{TASK}noise:\n  kind: labels\n  fraction: 25e-2\n")
