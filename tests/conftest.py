@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from swap_prune import data
 from swap_prune.errors import InputError
+
+# A test run is reproducible too: what it finds once, it finds again.
+settings.register_profile("reproducible", derandomize=True, deadline=None)
+settings.load_profile("reproducible")
 
 
 @pytest.fixture(scope="session")

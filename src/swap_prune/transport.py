@@ -351,8 +351,11 @@ def sinkhorn(
             f"start is for {len(start[1])} values of y; accepted are potentials for {len(Y)}."
         )
     x_mean, y_mean = _moments(X, a)[0], _moments(Y, b)[0]
+    x_size, y_size = X.abs().max(), Y.abs().max()
     X, Y, shift = X - x_mean, Y - y_mean, x_mean - y_mean
-    if epsilon < torch.finfo(X.dtype).eps * float(X.abs().max() * Y.abs().max()):
+    # Values are rounded before they are centred: of equal ones far from zero, dust is left.
+    products = torch.maximum(x_size * Y.abs().max(), X.abs().max() * y_size)
+    if epsilon < torch.finfo(X.dtype).eps * float(products):
         return exact(x, y, mu=mu, nu=nu)
     order = torch.argsort(Y)
     problem = _Problem(X, Y[order], a, b[order], epsilon, shift)
