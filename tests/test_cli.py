@@ -58,8 +58,11 @@ def test_every_option_reaches_the_run(tmp_path):
     }  # fmt: skip
     given = [f"--{name}={value}" for name, value in options.items()]
     given += ["--no-relative", "--per-layer", "--exclude", "*2.weight", "--sparsity", "0.5"]
+    given += ["--measure-stages"]
     assert run("prune", *TASK, *given, "--out", tmp_path / "a") == 0
-    configuration = json.loads((tmp_path / "a" / "result.json").read_text())["configuration"]
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["history"][-1]["test_top1"] == result["top1"]
+    configuration = result["configuration"]
     for name, value in options.items():
         assert configuration[name.replace("-", "_")] == value
     assert configuration["relative"] is False

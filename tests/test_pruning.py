@@ -401,3 +401,21 @@ def test_schedules():
     assert cubic[2:] == pytest.approx([0.9, 0.9, 0.9])
     assert cubic[0] == pytest.approx(0.9 * (1 - (2 / 3) ** 3))
     assert sparsities([0.1, 0.5], 0.5, 2, 0) == [0.1, 0.5]
+
+
+def test_stages_are_measured_after_the_cut_and_before_training():
+    model, test = trained(), samples(100, 9)
+    quick = {**QUICK, "sparsity": 0.8, "method": "magnitude"}
+    untrained = prune(model, samples(), test_data=test, **quick)
+    last = untrained.history[-1]
+    score = evaluate(untrained.model, test)
+    assert (last["test_loss"], last["test_top1"]) == (score.loss, score.top1)
+    tuned = {"epochs_per_stage": 1, "epochs_after": 0, "batch_size": 16}
+    measured = prune(model, samples(), test_data=test, fine_tuning=tuned, **quick)
+    # The first cut is the same with or without the training that follows it.
+    assert measured.history[0]["test_loss"] == untrained.history[0]["test_loss"]
+    assert measured.history[1]["test_loss"] != untrained.history[1]["test_loss"]
+    unmeasured = prune(model, samples(), fine_tuning=tuned, **quick)
+    assert torch.equal(weights_of(measured.model), weights_of(unmeasured.model))
+    with pytest.raises(InputError, match="test_data"):
+        prune(model, samples(), test_data=7, **quick)

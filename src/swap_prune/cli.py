@@ -99,6 +99,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--include", action="append", help="pattern of weights to prune; may be repeated")
     option("--exclude", action="append", help="pattern of weights to leave; may be repeated")
     option("--seed", type=int, help="fixes the result (0)")
+    option("--measure-stages", action="store_true", help="measure every stage on the test data")
     option("--noise", help=f"to study robustness: {', '.join(NOISES)} (default: none)")
     option("--noise-fraction", type=float, help="of the samples, rows or entries, in [0, 1]")
     option("--noise-level", type=float, help="how strong, as the kind has it")
@@ -127,6 +128,7 @@ def _prune(options: argparse.Namespace) -> None:
         weights=_absolute(options.weights),
         data_directory=_absolute(options.data_directory),
         settings=_settings(options),
+        measure_stages=options.measure_stages,
     )
     seed = 0 if options.seed is None else options.seed
     _print_result(experiment.run(described, seed, options.out, options.overwrite), options.out)

@@ -47,7 +47,7 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
         data: a Dataset or DataLoader of pairs (input, target), or a pair of tensors.
         loss: `loss(output, targets)`, a mean over the batch; default: cross-entropy.
     """
-    samples = Samples(data)
+    samples = data if isinstance(data, Samples) else Samples(data)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total, hits = 0.0, torch.zeros(2)
     classifier = True

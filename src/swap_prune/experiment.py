@@ -73,7 +73,13 @@ def run(
         settings["include"] = models.PRUNABLE[described.model]
     dense = evaluate(model, splits.test)
     result = prune(
-        model, splits.train, seed=seed, directory=directory, progress=progress, **settings
+        model,
+        splits.train,
+        seed=seed,
+        test_data=splits.test if described.measure_stages else None,
+        directory=directory,
+        progress=progress,
+        **settings,
     )
     task = {
         "model": described.model,

@@ -93,6 +93,7 @@ def prune(
     fine_tuning: Any = None,
     training_data: Any = None,
     noise: Any = None,
+    test_data: Any = None,
     directory: RunDirectory | Path | str | None = None,
     in_place: bool = False,
     progress: bool = False,
@@ -115,6 +116,9 @@ def prune(
         noise: put on the calibration samples or gradients of every stage, to see what a method
             makes of it: a `Noise`, a dict as {"kind": "labels", "fraction": 0.25}, or a list of
             these (see `swap_prune.noise`). Held-out samples get the noise of samples too.
+        test_data: measured right after every stage's cut, before any training, into the history
+            (`test_loss`, `test_top1`, `test_top5`); nothing is chosen by it. In the forms of
+            `calibration`.
         directory: where every stage is saved as it ends; a run of the same configuration that is
             there already is continued, and ends with the result of one never interrupted.
         in_place: change the given model instead of a copy.
@@ -190,6 +194,8 @@ def prune(
         run = _Run(_own_copy(model), weights, samples, loss, resolved, progress)
         if training_data is not None:
             run.train_on(Samples(training_data, "training_data"))
+        if test_data is not None:
+            run.test_data = Samples(test_data, "test_data")
         run.rehearse()
         if isinstance(directory, (str, Path)):
             directory = RunDirectory(directory)
@@ -246,6 +252,7 @@ class _Run:
         self.seconds = {"gradients": 0.0, "solve": 0.0, "training": 0.0, "total": 0.0}
         self.noises = settings.noise
         self.training_samples, self.training_indices = samples, self.stream.pool
+        self.test_data: Samples | None = None
         fine_tuning = settings.fine_tuning
         self.epochs_per_stage = fine_tuning.epochs_per_stage if fine_tuning else 0
         self.epochs_after = fine_tuning.epochs_after if fine_tuning else 0
@@ -418,6 +425,10 @@ class _Run:
         line = {"stage": number, **chosen}
         if number == 1 and self.noises:
             line["noise"] = [noise.describe() for noise in self.noises]
+        if self.test_data is not None:
+            self.bar.set_description(f"{where}: testing")
+            score = evaluate(self.model, self.test_data, self.given_loss)
+            line |= {f"test_{name}": getattr(score, name) for name in ("loss", "top1", "top5")}
         if self.epochs_per_stage:
             period = self._period(self.model, self.epochs_per_stage, number, None)
             for epoch in range(self.epochs_per_stage):

@@ -33,6 +33,7 @@ _FIELDS: dict[str, Any] = {
     "weights": str | None,
     "data_directory": str | None,
     **_SETTINGS,
+    "measure_stages": bool,
     "seeds": tuple[int, ...],
 }
 _NOISE_FIELDS: dict[str, Any] = {"kind": str, "fraction": float, "level": float}
@@ -52,6 +53,7 @@ class Recipe:
             values is a tuple; fine-tuning is the name of a preset, a dict of fields, or None;
             noise is a list of dicts.
         seeds: one for each run.
+        measure_stages: whether every stage is measured on the test data.
     """
 
     model: str
@@ -60,6 +62,7 @@ class Recipe:
     data_directory: str | None
     settings: dict[str, Any]
     seeds: tuple[int, ...] = (0,)
+    measure_stages: bool = False
 
 
 class _LineError(Exception):
@@ -100,6 +103,7 @@ def dump(recipe: Recipe) -> str:
         "weights": recipe.weights,
         "data_directory": recipe.data_directory,
         **recipe.settings,
+        "measure_stages": recipe.measure_stages,
         "seeds": recipe.seeds,
     }
     if isinstance(content.get("fine_tuning"), FineTuning):
@@ -218,6 +222,7 @@ def _recipe(root: yaml.MappingNode, folder: Path) -> Recipe:
         data_directory=_path(values.get("data_directory"), folder),
         settings=settings,
         seeds=values.get("seeds", (values.get("seed", 0),)),
+        measure_stages=values.get("measure_stages", False),
     )
 
 
@@ -238,6 +243,8 @@ def _value(name: str, node: yaml.Node) -> Any:
         _check_exists(name, value, data.BUILT_IN)
     elif name == "seeds":
         _check_seeds(value)
+    elif name == "measure_stages" and not isinstance(value, bool):
+        raise InputError(f"measure_stages={value!r} must be true or false")
     elif name in _SETTINGS:
         _check_alone(name, value)
     return value
