@@ -103,7 +103,7 @@ def dump(recipe: Recipe) -> str:
         "weights": recipe.weights,
         "data_directory": recipe.data_directory,
         **recipe.settings,
-        "measure_stages": recipe.measure_stages,
+        **({"measure_stages": True} if recipe.measure_stages else {}),
         "seeds": recipe.seeds,
     }
     if isinstance(content.get("fine_tuning"), FineTuning):
