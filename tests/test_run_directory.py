@@ -61,7 +61,7 @@ def assert_same(result, expected):
 
 
 def step(number=1):
-    return Step(number, {"w": torch.arange(4.0)}, {}, {"history": [], "loss": 0.25})
+    return Step(number, {"w": torch.arange(4.0)}, {}, {}, {"history": [], "loss": 0.25})
 
 
 def test_a_directory_does_not_change_the_result(uninterrupted, finished):
@@ -70,12 +70,28 @@ def test_a_directory_does_not_change_the_result(uninterrupted, finished):
 
 
 @pytest.mark.parametrize("last", [0, 2, 4, 5, 6])
-def test_continues_from_any_step_to_the_same_result(uninterrupted, finished, tmp_path, last):
-    directory = shutil.copytree(finished, tmp_path / "copy")
-    for path in (directory / "stages").iterdir():
-        if int(path.name[:4]) > last:
-            path.unlink()
-    assert_same(run(directory), uninterrupted)
+def test_continues_from_any_step_to_the_same_result(uninterrupted, tmp_path, monkeypatch, last):
+    save = RunDirectory.save_step
+
+    def save_until(directory, step):
+        if step.number > last:
+            raise KeyboardInterrupt
+        save(directory, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "save_step", save_until)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    assert_same(run(tmp_path), uninterrupted)
+
+
+def test_only_the_last_steps_keep_what_a_continued_run_needs(finished):
+    names = {path.name for path in (finished / "stages").iterdir()}
+    assert {f"{n:04d}.safetensors" for n in range(1, 8)} <= names
+    assert {name for name in names if ".optimizer." in name or ".method." in name} == {
+        "0006.optimizer.safetensors",
+        "0007.optimizer.safetensors",
+    }
 
 
 def test_kill_9_at_any_moment(uninterrupted, tmp_path):

@@ -89,6 +89,12 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--coupling", help=f"{', '.join(COUPLINGS)} (default: sinkhorn)")
     option("--derivative", help="exact or printed (default: exact)")
     option("--selection", help="saliency or iht (default: saliency)")
+    option("--memory", type=int, help="rows that stand for earlier stages' (100 for ewr, else 0)")
+    option(
+        "--contamination",
+        type=_number_or_auto,
+        help="fraction of wrong labels to reckon with, or auto (auto for ewr, else 0)",
+    )
     option("--alternations", type=int, help="transport and regression in turn, a stage (3)")
     option(
         "--per-layer",

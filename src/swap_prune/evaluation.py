@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +73,23 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
 
 def mean_loss(model: nn.Module, batch: Batch, loss: Loss) -> float:
     """The mean loss of `model` on a batch held in memory; infinite rather than NaN."""
-    inputs, targets = batch
-    samples = tree_leaves(inputs)[0].shape[0]
-    total, size = 0.0, batch_samples(inputs)
-    with torch.no_grad(), evaluation_mode(model):
-        for start in range(0, samples, size):
-            part = slice(start, start + size)
-            x, y = tree_map(lambda leaf, part=part: leaf[part], (inputs, targets))
-            total += tree_leaves(x)[0].shape[0] * float(loss(call(model, x), y))
-    return total / samples if total == total else float("inf")
+    total, end = 0.0, 0
+    for part, output in outputs_of(model, batch[0]):
+        targets = tree_map(lambda leaf, part=part: leaf[part], batch[1])
+        total += (part.stop - part.start) * float(loss(output, targets))
+        end = part.stop
+    return total / end if total == total else float("inf")
+
+
+def outputs_of(model: nn.Module, inputs: Any) -> Iterator[tuple[slice, Any]]:
+    """The model's outputs, in eval mode and without gradients, for slices of the samples."""
+    samples, size = tree_leaves(inputs)[0].shape[0], batch_samples(inputs)
+    for start in range(0, samples, size):
+        part = slice(start, min(start + size, samples))
+        x = tree_map(lambda leaf, part=part: leaf[part], inputs)
+        with torch.no_grad(), evaluation_mode(model):
+            output = call(model, x)
+        yield part, output
 
 
 def batch_samples(inputs: Any) -> int:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from swap_prune import batchnorm as batchnorm_statistics
+from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.calling import fastest_format, formatted
 from swap_prune.errors import InputError
-from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss
+from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss, outputs_of
 from swap_prune.gradients import GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
 from swap_prune.methods import (
@@ -142,6 +143,10 @@ def prune(
             derivative: "exact", or "printed" as in the paper.
             selection: "saliency" or "iht".
             alternations: transport and regression in turn, this many times a stage (3).
+            memory: rows that stand for those of earlier stages (100 for "ewr", 0 for "lr").
+            contamination: fraction of wrong labels to reckon with: samples count as far as their
+                labels are likely to be right; or "auto", estimated on held-out samples with the
+                model as given (the default of "ewr"; 0 for the others).
             per_layer: prune every layer alike instead of all weights together.
             batchnorm: re-estimate BatchNorm's statistics after a stage "always", "never", or
                 where that lowers the held-out loss ("auto").
@@ -174,6 +179,13 @@ def prune(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
     settings_of.check(given)
+    if loss is not None:
+        if given.contamination:
+            raise InputError(
+                f"contamination={given.contamination!r} is for the default loss, cross-entropy; "
+                "leave it out with a loss of your own"
+            )
+        given = replace(given, contamination=0.0)
     samples = Samples(calibration)
     resolved = settings_of.resolve(given, len(samples))
     assert resolved.stages is not None
@@ -186,7 +198,7 @@ def prune(
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
     if build_method(resolved).needs_gradients:
-        _check_memory(resolved.samples or 1, weights.size)
+        _check_memory(resolved.samples or 1, resolved.memory or 0, weights.size)
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
     with torch.random.fork_rng(devices=[]):
@@ -243,6 +255,9 @@ class _Run:
         self.model, self.weights, self.settings = model, weights, settings
         self.given_loss = loss
         self.loss: Loss = cross_entropy if loss is None else loss
+        # What pruning fits and chooses by; training and reports keep to the loss itself.
+        self.fitted_loss = self.loss
+        self.contamination = 0.0
         self.stream = CalibrationStream(samples, settings.held_out, generator)
         self.held_out = self._held_out_batch() if settings.held_out else None
         self.method = build_method(settings)
@@ -322,15 +337,19 @@ class _Run:
     def _step(self, number: int, period: training.Period | None) -> Step:
         """What the next step needs to know."""
         optimizer, values = ({}, {}) if period is None else period.state()
+        method, method_values = self.method.state()
         return Step(
             number=number,
             model=self.model.state_dict(),
             optimizer=optimizer,
+            # Training after the last stage has no more use for it.
+            method=method if period is None else {},
             values={
                 "history": self.history,
                 "seconds": self.seconds,
-                "method": self.method.state(),
+                "method": method_values,
                 "noise": [noise.describe() for noise in self.noises],
+                "contamination": self.contamination,
                 "optimizer": values,
             },
         )
@@ -340,8 +359,10 @@ class _Run:
         self.model.load_state_dict(saved.model)
         self.history = saved.values["history"]
         self.seconds = saved.values["seconds"]
-        self.method.restore(saved.values["method"])
+        if saved.number < stages:
+            self.method.restore(saved.method, saved.values["method"])
         self._use_noises(tuple(noise_from(described) for described in saved.values["noise"]))
+        self._use_contamination(saved.values["contamination"])
         if self._draws():
             for _ in range(min(saved.number, stages)):
                 self.stream.skip(self._stage_samples())
@@ -385,6 +406,7 @@ class _Run:
             generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             if number == 1:
                 self._calibrate_noise(batch, indices, generator)
+                self._use_contamination(self._estimate_contamination())
             for noise in self.noises:
                 batch = noise.samples(batch, generator)
         if self.method.needs_gradients and batch is not None:
@@ -423,6 +445,8 @@ class _Run:
             chosen |= self._reestimate(batch[0], chosen.get("held_out_loss"))
         self.seconds["solve"] += time.perf_counter() - start_solve
         line = {"stage": number, **chosen}
+        if number == 1 and self.settings.contamination != 0:
+            line["contamination"] = self.contamination
         if number == 1 and self.noises:
             line["noise"] = [noise.describe() for noise in self.noises]
         if self.test_data is not None:
@@ -509,6 +533,20 @@ class _Run:
             if self.held_out is not None:
                 self.held_out = noise.samples(self.held_out, generator)
 
+    def _estimate_contamination(self) -> float:
+        """The fraction of wrong labels, by the unpruned model, unless it was given."""
+        if self.settings.contamination != "auto":
+            return self.settings.contamination or 0.0
+        assert self.held_out is not None
+        outputs = torch.cat([output for _, output in outputs_of(self.model, self.held_out[0])])
+        likelihoods = contamination_of.log_likelihoods(outputs, self.held_out[1])
+        return contamination_of.estimate(likelihoods, outputs.shape[1])
+
+    def _use_contamination(self, contamination: float) -> None:
+        self.contamination = contamination
+        if contamination:
+            self.fitted_loss = contamination_of.ContaminatedCrossEntropy(contamination)
+
     def _gradients(
         self, batch: Batch, indices: Tensor, progress: Callable[[int], Any] | None = None
     ) -> GradientOperator:
@@ -520,7 +558,7 @@ class _Run:
             self.weights,
             batch[0],
             batch[1],
-            self.loss,
+            self.fitted_loss,
             self.settings.samples_per_row or 1,
             out=self.buffer,
             progress=progress,
@@ -536,7 +574,7 @@ class _Run:
     def _held_out_loss(self, w: Tensor) -> float:
         assert self.held_out is not None
         self.weights.write(self.model, w)
-        return mean_loss(self.model, self.held_out, self.loss)
+        return mean_loss(self.model, self.held_out, self.fitted_loss)
 
     def _statistics_wanted(self) -> bool:
         # Without held-out samples "auto" has nothing to decide by, and leaves them alone.
@@ -563,7 +601,7 @@ class _Run:
 
     def _current_loss(self) -> float:
         assert self.held_out is not None
-        return mean_loss(self.model, self.held_out, self.loss)
+        return mean_loss(self.model, self.held_out, self.fitted_loss)
 
     def _stage_samples(self) -> int:
         count = (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
@@ -595,15 +633,17 @@ def build_method(settings: Settings) -> Method:
         derivative=settings.derivative,
         selection=settings.selection,
         alternations=settings.alternations,
+        memory=settings.memory or 0,
     )
 
 
-def _check_memory(n: int, p: int) -> None:
-    """Raise before a gradient matrix is asked for that the machine can't hold."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if 4 * n * p > memory:
+def _check_memory(n: int, remembered: int, p: int) -> None:
+    """Raise before gradient matrices are asked for that the machine can't hold."""
+    needed = 4 * (n + remembered) * p
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
         raise InputError(
-            f"samples={n} rows of gradients for {p:,} weights need {4 * n * p / 2**30:.0f} GiB, "
-            f"and this machine has {memory / 2**30:.0f}; give fewer samples, or prune fewer layers "
-            "with include or exclude"
+            f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights need "
+            f"{needed / 2**30:.0f} GiB, and this machine has {there / 2**30:.0f}; give fewer "
+            "samples, less memory, or prune fewer layers with include or exclude"
         )

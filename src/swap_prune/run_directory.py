@@ -37,6 +37,8 @@ RECIPE_FILE = "recipe.yaml"
 STAGES = "stages"
 LOCK_FILE = ".lock"
 SCRATCH_PREFIX = ".writing-"
+# The tensors of a step, a file each.
+PARTS = ("model", "optimizer", "method")
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Step:
         number: counted from 1.
         model: the model's state.
         optimizer: the optimiser's tensors, empty between periods of training.
+        method: the method's tensors, empty for a method without memory.
         values: all else, as JSON holds it.
     """
 
     number: int
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    method: dict[str, Tensor]
     values: dict[str, Any]
 
 
@@ -177,15 +181,20 @@ class RunDirectory:
         with self._writing():
             folder.mkdir(exist_ok=True)
         sums = {}
-        for suffix, tensors in (("", step.model), (".optimizer", step.optimizer)):
+        for part in PARTS:
+            tensors = getattr(step, part)
             if tensors:
-                name = f"{step.number:04d}{suffix}.safetensors"
+                name = f"{step.number:04d}{_suffix(part)}.safetensors"
                 content = save(_storable(tensors))
                 self._write(folder / name, content)
                 sums[name] = hashlib.sha256(content).hexdigest()
         body = {"step": step.number, "files": sums, "values": step.values}
         text = _as_json({**body, "sha256": _sum(body)})
         self._write(folder / f"{step.number:04d}.json", text.encode())
+        with self._writing():
+            # What only a continued run needs: the last step's, and one more should that be damaged.
+            for part in PARTS[1:]:
+                (folder / f"{step.number - 2:04d}{_suffix(part)}.safetensors").unlink(True)
 
     def last_step(self) -> Step | None:
         """The latest step saved; raise when its files are not what was written."""
@@ -197,14 +206,14 @@ class RunDirectory:
         claimed = content.pop("sha256", None)
         if claimed != _sum(content):
             raise self._damaged(path)
-        tensors: dict[str, dict[str, Tensor]] = {}
+        tensors: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
         for name, expected in content["files"].items():
             file = path.parent / name
             if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
                 raise self._damaged(file)
-            tensors["optimizer" if ".optimizer." in name else "model"] = load_file(file)
-        values = _with_numbers(content["values"])
-        return Step(content["step"], tensors["model"], tensors.get("optimizer", {}), values)
+            part = next(part for part in PARTS if name == f"{path.stem}{_suffix(part)}.safetensors")
+            tensors[part] = load_file(file)
+        return Step(number=content["step"], values=_with_numbers(content["values"]), **tensors)
 
     def result(self) -> dict[str, Any]:
         """What `write_result` wrote for a run."""
@@ -261,6 +270,11 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _suffix(part: str) -> str:
+    """What a part of a step is called after its number."""
+    return "" if part == PARTS[0] else f".{part}"
 
 
 def fingerprint(tensors: dict[str, Tensor]) -> str:

@@ -19,6 +19,8 @@ COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
 # At most this many samples are held out, and at most this fraction of the data.
 HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
+# Rows that stand for those of earlier stages.
+MEMORY_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Settings:
     derivative: str = "exact"
     selection: str = "saliency"
     alternations: int = 3
+    memory: int | None = None
+    contamination: float | Auto | None = None
     per_layer: bool = False
     batchnorm: str = "auto"
     include: tuple[Selector, ...] | None = None
@@ -71,6 +75,7 @@ def check(settings: Settings) -> None:
         ("samples_per_row", 1),
         ("held_out", 0),
         ("alternations", 1),
+        ("memory", 0),
         ("seed", 0),
     ):
         value = getattr(settings, name)
@@ -92,9 +97,11 @@ def check(settings: Settings) -> None:
         ("first_order", "a number of at least 0", lambda v: 0 <= v < math.inf),
         ("epsilon", "a number of at least 0", lambda v: v >= 0),
         ("mixture", "a number in [0, 1]", lambda v: 0 <= v <= 1),
+        ("contamination", "a number in [0, 1)", lambda v: 0 <= v < 1),
     ):
         value = getattr(settings, name)
-        if value != "auto":
+        unset = value is None and Settings.__dataclass_fields__[name].default is None
+        if value != "auto" and not unset:
             _check_number(name, value, f"{described}, or 'auto'", accepts)
 
 
@@ -120,13 +127,19 @@ def resolve(given: Settings, available: int) -> Settings:
     chosen_by_loss = {"damping": given.damping, "first_order": given.first_order}
     if given.method == "ewr":
         chosen_by_loss |= {"epsilon": given.epsilon, "mixture": given.mixture}
+    if given.method not in REGRESSIONS:
+        chosen_by_loss = {}
+    chosen_by_loss["contamination"] = given.contamination or 0.0
     automatic = [name for name, value in chosen_by_loss.items() if value == "auto"]
-    if held_out == 0 and given.method in REGRESSIONS and automatic:
+    if held_out == 0 and automatic:
         raise InputError(
             f"held_out is 0 of {available} calibration samples, but {automatic[0]}='auto' is "
             "chosen on held-out samples; give fewer samples, or a number for "
             f"{', '.join(automatic)}"
         )
+    contamination = given.contamination
+    if contamination is None:
+        contamination = "auto" if given.method == "ewr" and held_out else 0.0
     pool = available - held_out
     samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule
@@ -140,12 +153,26 @@ def resolve(given: Settings, available: int) -> Settings:
         stages=stages,
         schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
         correcting=correcting,
+        memory=_memory(given, samples),
+        contamination=contamination,
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),
         held_out=held_out,
         include=None if given.include is None else _selectors("include", given.include),
         exclude=_selectors("exclude", given.exclude),
     )
+
+
+def _memory(given: Settings, samples: int) -> int:
+    """How many rows of earlier stages are remembered."""
+    if given.memory is None:
+        return min(MEMORY_ROWS, samples) if given.method == "ewr" else 0
+    if given.memory and given.method not in REGRESSIONS:
+        raise InputError(
+            f"memory={given.memory} has no part in method={given.method!r}; "
+            f"{' and '.join(REGRESSIONS)} remember rows"
+        )
+    return given.memory
 
 
 def _selectors(name: str, given: Any) -> tuple[Selector, ...]:

@@ -3,5 +3,6 @@
 from swap_prune.gradients.dense import DenseGradients
 from swap_prune.gradients.operator import GradientOperator
 from swap_prune.gradients.rows import gradient_rows
+from swap_prune.gradients.stacked import StackedGradients
 
-__all__ = ["DenseGradients", "GradientOperator", "gradient_rows"]
+__all__ = ["DenseGradients", "GradientOperator", "StackedGradients", "gradient_rows"]

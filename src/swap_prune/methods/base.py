@@ -52,10 +52,11 @@ class Method(ABC):
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
 
-    def state(self) -> dict[str, Any]:
-        """What later stages depend on, as JSON can hold it; empty for a method without memory."""
-        return {}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What later stages depend on, tensors and values for JSON; empty without memory."""
+        return {}, {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        assert not state
+        assert not tensors
+        assert not values

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swap_prune import transport
 from swap_prune.methods.base import Auto, Method, Stage
+from swap_prune.methods.memory import Cloud, RowMemory
 from swap_prune.regression import SupportRidge, hard_threshold_descent
 
 # Where the search for a setting begins at the first stage; later stages begin at the last choice.
@@ -50,6 +51,7 @@ class WassersteinRegression(Method):
         derivative: "exact", or "printed" for the paper's `Gᵀ S (x - y)`.
         selection: "saliency" or "iht".
         alternations: how often transport and regression follow each other.
+        memory: how many rows stand for those of earlier stages; 0 for none.
     """
 
     damping: float | Auto = "auto"
@@ -61,26 +63,31 @@ class WassersteinRegression(Method):
     derivative: str = "exact"
     selection: str = "saliency"
     alternations: int = 3
+    memory: int = 0
 
     def __post_init__(self) -> None:
         """Where the searches begin; each stage's choice is the next one's beginning."""
         self._damping = FIRST_DAMPING if self.damping == "auto" else self.damping
         self._first_step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
         self._step_damping = self._first_step_damping
+        self._memory = RowMemory(self.memory)
 
-    def state(self) -> dict[str, Any]:
-        """Where the next stage's searches begin."""
-        return {"damping": self._damping, "step_damping": self._step_damping}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The rows remembered, and where the next stage's searches begin."""
+        values = {"damping": self._damping, "step_damping": self._step_damping}
+        return self._memory.tensors(), values
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        self._damping, self._step_damping = state["damping"], state["step_damping"]
+        self._memory.restore(tensors)
+        self._damping, self._step_damping = values["damping"], values["step_damping"]
 
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
-        y = (stage.gradients @ stage.w_bar).double()
-        ridge = SupportRidge(stage.gradients, stage.w_bar, self._support(stage, y))
+        cloud = self._memory.cloud(stage.gradients)
+        y = (cloud.gradients @ stage.w_bar).double()
+        ridge = SupportRidge(cloud.gradients, stage.w_bar, self._support(stage, cloud, y))
         trial = _Trial(ridge, stage.held_out_loss)
         # Without a cut x = y already: there is nothing to make good, nor to transport.
         cut = len(ridge.support) < int((stage.w_bar != 0).sum())
@@ -95,63 +102,79 @@ class WassersteinRegression(Method):
             )
             self._damping = solution.settings["damping"]
         if self.coupling != "identity" and cut:
-            solution = self._transport(ridge, y, trial, solution)
+            solution = self._transport(ridge, cloud, y, trial, solution)
         if self.first_order != 0:
             bold = cut and stage.remaining > 0
-            solution = self._first_order(ridge, trial, solution, stage.samples_per_row, bold)
+            shift = cloud.ones / stage.samples_per_row
+            solution = self._first_order(ridge, trial, solution, shift, bold)
+        self._memory.keep(cloud, ridge)
         if solution.loss is not None:
             solution.settings["held_out_loss"] = solution.loss
         return ridge.weights(solution.v), solution.settings
 
-    def _support(self, stage: Stage, y: Tensor) -> Tensor:
+    def _support(self, stage: Stage, cloud: Cloud, y: Tensor) -> Tensor:
         """The sorted indices of the weights that stay."""
-        assert stage.gradients is not None
         if self.selection == "iht":
             alpha = 1.0 if self.first_order == "auto" else self.first_order
-            targets = (y - alpha / stage.samples_per_row).to(stage.w_bar.dtype)
+            targets = (y - alpha / stage.samples_per_row * cloud.ones).to(stage.w_bar.dtype)
             w = hard_threshold_descent(
-                stage.gradients, targets, stage.w_bar, stage.budget, self._damping
+                cloud.gradients, targets, stage.w_bar, stage.budget, self._damping
             )
             return w.nonzero().flatten()
         present = stage.w_bar.nonzero().flatten()
         if stage.budget.allows(stage.w_bar):
             return present
-        everything = SupportRidge(stage.gradients, stage.w_bar, present)
+        everything = SupportRidge(cloud.gradients, stage.w_bar, present)
         # w_bar is the minimum here, so only the curvature counts; a damping that is small against
         # it keeps the ranking from falling back to magnitudes (docs/choices.md).
         damping = SELECTION_DAMPING * everything.mean_curvature()
         return stage.budget.select(everything.saliency(y, damping or FIRST_DAMPING))
 
-    def _transport(self, ridge: SupportRidge, y: Tensor, trial: _Trial, lr: Candidate) -> Candidate:
+    def _transport(
+        self, ridge: SupportRidge, cloud: Cloud, y: Tensor, trial: _Trial, lr: Candidate
+    ) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""
         solve = self._solve_exact if self.derivative == "exact" else self._solve_printed
         epsilons = EPSILONS if self.epsilon == "auto" else (self.epsilon,)
         mixtures = MIXTURES if self.mixture == "auto" else (self.mixture,)
-        best = trial.best([solve(ridge, y, lr, epsilon, mixtures[0]) for epsilon in epsilons])
+        best = trial.best(
+            [solve(ridge, cloud, y, lr, epsilon, mixtures[0]) for epsilon in epsilons]
+        )
         if self.mixture == "auto":
             epsilon = best.settings["epsilon"]
-            others = [solve(ridge, y, lr, epsilon, mixture) for mixture in mixtures[1:]]
+            others = [solve(ridge, cloud, y, lr, epsilon, mixture) for mixture in mixtures[1:]]
             unmixed = {"epsilon": epsilon, "mixture": 0.0}
             untouched = Candidate(lr.v, lr.settings | unmixed, lr.loss)
             best = trial.best([untouched, best, *others])
         return best
 
     def _solve_exact(
-        self, ridge: SupportRidge, y: Tensor, lr: Candidate, epsilon: float, mixture: float
+        self,
+        ridge: SupportRidge,
+        cloud: Cloud,
+        y: Tensor,
+        lr: Candidate,
+        epsilon: float,
+        mixture: float,
     ) -> Candidate:
-        """Alternate transport and regression; neither raises the objective (design, section 1)."""
-        v, potentials = lr.v, None
+        """Alternate transport and regression; neither raises the objective (design, section 1).
+
+        Fresh rows are transported; remembered ones, no samples any more, stay coupled in pairs.
+        """
+        v, potentials, targets = lr.v, None, y.clone()
+        fresh = y[: cloud.fresh] / cloud.scale
         for _ in range(self.alternations):
             plan = transport.couple(
-                ridge.predictions(v),
-                y,
+                ridge.predictions(v)[: cloud.fresh] / cloud.scale,
+                fresh,
                 epsilon,
                 coupling=self.coupling,
                 relative=self.relative,
                 start=potentials,
             )
             potentials = plan.potentials
-            targets = (1 - mixture) * y + mixture * plan.targets
+            mixed = (1 - mixture) * fresh + mixture * plan.targets
+            targets[: cloud.fresh] = cloud.scale * mixed
             v = ridge.dual(targets, lr.settings["damping"])
         settings = {
             "epsilon": epsilon,
@@ -162,12 +185,22 @@ class WassersteinRegression(Method):
         return Candidate(v, lr.settings | settings)
 
     def _solve_printed(
-        self, ridge: SupportRidge, y: Tensor, lr: Candidate, epsilon: float, mixture: float
+        self,
+        ridge: SupportRidge,
+        cloud: Cloud,
+        y: Tensor,
+        lr: Candidate,
+        epsilon: float,
+        mixture: float,
     ) -> Candidate:
         """The stationary point of the printed gradient: LR on neighbour-averaged rows."""
-        smoother = transport.smoothing(y, epsilon, relative=self.relative)
-        mixed = mixture * smoother + (1 - mixture) * torch.eye(len(y), dtype=y.dtype)
-        v = ridge.smoothed_dual(y, lr.settings["damping"], mixed)
+        fresh = y[: cloud.fresh] / cloud.scale
+        smoother = torch.eye(len(y), dtype=y.dtype)
+        smoother[: cloud.fresh, : cloud.fresh] *= 1 - mixture
+        smoother[: cloud.fresh, : cloud.fresh] += mixture * transport.smoothing(
+            fresh, epsilon, relative=self.relative
+        )
+        v = ridge.smoothed_dual(y, lr.settings["damping"], smoother)
         return Candidate(v, lr.settings | {"epsilon": epsilon, "mixture": mixture})
 
     def _first_order(
@@ -175,15 +208,14 @@ class WassersteinRegression(Method):
         ridge: SupportRidge,
         trial: _Trial,
         solution: Candidate,
-        samples_per_row: int,
+        shift: Tensor,
         bold: bool,
     ) -> Candidate:
-        """Add the step of the first-order term, `t - α` with α = first_order / m."""
+        """Add the step of the first-order term, `t - α`; `shift` (N,) is α = 1 / m a row."""
 
         def step(damping: float, first_order: float) -> Candidate:
-            shift = torch.full_like(solution.v, first_order / samples_per_row)
             settings = {"step_damping": damping, "first_order": first_order}
-            v = solution.v - ridge.solve(shift, damping)
+            v = solution.v - ridge.solve(first_order * shift, damping)
             return Candidate(v, solution.settings | settings)
 
         size = 1.0 if self.first_order == "auto" else self.first_order

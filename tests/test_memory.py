@@ -1,0 +1,105 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swap_prune import InputError, prune
+from swap_prune.gradients import DenseGradients, StackedGradients
+from swap_prune.methods.memory import SHARE, RowMemory
+from swap_prune.regression import SupportRidge
+from test_pruning import QUICK, network, samples, trained
+
+
+def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def remember(memory: RowMemory, rows: torch.Tensor, w: torch.Tensor):
+    cloud = memory.cloud(DenseGradients(rows))
+    memory.keep(cloud, SupportRidge(cloud.gradients, w, w.nonzero().flatten()))
+    return cloud
+
+
+def test_stacked_rows_are_one_matrix():
+    blocks, scales = (matrix(3, 8, 0), matrix(5, 8, 1)), (0.5, 2.0)
+    stacked = StackedGradients([DenseGradients(block) for block in blocks], scales)
+    whole = torch.cat([scale * block for block, scale in zip(blocks, scales, strict=True)])
+    w, v, support = matrix(1, 8, 2)[0], matrix(1, 8, 3)[0], torch.tensor([0, 3, 4])
+    assert stacked.shape == (8, 8)
+    torch.testing.assert_close(stacked @ w, whole @ w)
+    torch.testing.assert_close(stacked.T @ v, whole.T @ v)
+    torch.testing.assert_close(stacked.rows(), whole)
+    torch.testing.assert_close(stacked.columns(support).rows(), whole[:, support])
+    torch.testing.assert_close(stacked.gram(), (whole @ whole.T).double())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 12), size=st.integers(1, 40), stages=st.integers(1, 4), kept=st.integers(1, 9)
+)
+def test_mean_gradient_and_curvature_are_those_of_all_rows_with_decaying_masses(
+    n, size, stages, kept
+):
+    memory, w = RowMemory(size), torch.zeros(9)
+    w[:kept] = 1.0
+    mean, curvature = None, None
+    for stage in range(stages):
+        rows = matrix(n, 9, stage)
+        rows[:, kept:] = 0
+        fresh = rows.mean(0), rows.T @ rows / n
+        share = 0.0 if mean is None else SHARE
+        mean = fresh[0] if mean is None else share * mean + (1 - share) * fresh[0]
+        curvature = fresh[1] if curvature is None else share * curvature + (1 - share) * fresh[1]
+        cloud = remember(memory, rows, w)
+        total = len(cloud.ones)
+        if total <= size or n + size > 9:
+            # Nothing was lost yet, or the summaries hold every direction that there is.
+            torch.testing.assert_close(
+                cloud.gradients.T @ (cloud.ones / total).float(), mean, atol=1e-5, rtol=1e-4
+            )
+        if total <= size:
+            seen = cloud.gradients.rows().T @ cloud.gradients.rows() / total
+            torch.testing.assert_close(seen, curvature, atol=1e-5, rtol=1e-4)
+
+
+def test_a_summary_keeps_the_mean_and_the_largest_curvatures():
+    rows = matrix(40, 30, 0) * torch.linspace(5, 0.01, 30)
+    w = torch.ones(30)
+    memory = RowMemory(10)
+    remember(memory, rows, w)
+    assert memory.rows is not None
+    assert memory.rows.shape == (10, 30)
+    torch.testing.assert_close(memory.rows.T @ memory.ones.float(), rows.mean(0), atol=1e-5, rtol=0)
+    whole = torch.linalg.svdvals(rows / 40**0.5)
+    # Nine directions of the ten are free: interlacing bounds what is lost.
+    kept = torch.linalg.svdvals(memory.rows)
+    assert bool((kept[:9] >= whole[:9] - 1e-4).all())
+    assert bool((kept <= whole[:10] + 1e-4).all())
+
+
+def test_no_memory_hands_the_rows_on():
+    memory, rows = RowMemory(0), DenseGradients(matrix(4, 6, 0))
+    assert memory.cloud(rows).gradients is rows
+    memory.keep(memory.cloud(rows), SupportRidge(rows, torch.ones(6), torch.arange(6)))
+    assert memory.tensors() == {}
+
+
+def test_columns_that_were_cut_are_not_missed():
+    w = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    memory = RowMemory(5)
+    remember(memory, matrix(3, 4, 0), w)
+    cloud = memory.cloud(DenseGradients(matrix(3, 4, 1)))
+    later = cloud.gradients.columns(torch.tensor([0, 3])).rows()
+    torch.testing.assert_close(later, cloud.gradients.rows()[:, [0, 3]])
+    assert bool((cloud.gradients.rows()[3:, 1] == 0).all())
+
+
+def test_memory_is_a_setting_of_the_regressions():
+    assert prune(trained(), samples(), sparsity=0.5, **QUICK).settings["memory"] == 20
+    lr = prune(trained(), samples(), sparsity=0.5, method="lr", memory=7, **QUICK)
+    assert lr.settings["memory"] == 7
+    with pytest.raises(InputError, match="memory=5 has no part in method='magnitude'"):
+        prune(network(), samples(), sparsity=0.5, method="magnitude", memory=5)
+    for wrong in (-1, 1.5):
+        with pytest.raises(InputError, match="memory="):
+            prune(network(), samples(), sparsity=0.5, memory=wrong)
