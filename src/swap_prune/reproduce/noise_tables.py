@@ -361,7 +361,9 @@ class NoiseTable(Table[Cell]):
             "training: mean over seeds ± 90% confidence interval (Student's t), [number of seeds]. "
             "Differences are paired: same seed, samples and noise; in % of LR's. **Bold**: the "
             f"interval of the difference excludes zero, and the method is the {favour} one. "
-            f"{MISSING}: not run.",
+            f"{MISSING}: not run.\n"
+            "The authors' code, from which the published figures are, trains an epoch after every "
+            "stage: compare them with protocol authors.",
             *(self._group(rows) for rows in _groups(contents["rows"])),
             common.how_it_was_made(contents),
         ]
