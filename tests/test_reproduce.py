@@ -11,11 +11,12 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from swap_prune import InputError, experiment, models, pruning, reproduce, settings
-from swap_prune.reproduce import Cell
+from swap_prune.reproduce import common, table1
+from swap_prune.reproduce.table1 import TABLE, Cell
 from swap_prune.run_directory import RunDirectory
 
 TRAINED = ("lr-authors", "ewr-authors", "lr-trained", "ewr-trained")
-EVERY_RECIPE = [(n, m) for n in reproduce.NETWORKS for m in reproduce.methods_of(n)]
+EVERY_RECIPE = [(n, m) for n in table1.NETWORKS for m in table1.methods_of(n)]
 
 
 def run(*arguments: object) -> None:
@@ -69,7 +70,7 @@ def test_published_figures_are_the_papers(shared_dir):
         rows = list(csv.DictReader(file))
     assert [
         (f.network, f.sparsity, f.noisy_data, f.method, f.top1, f.ci95)
-        for f in reproduce.published()
+        for f in table1.published()
     ] == [
         (
             row["network"], float(row["sparsity"]), row["noisy_data"], row["method"],
@@ -82,33 +83,33 @@ def test_published_figures_are_the_papers(shared_dir):
 def test_networks_have_the_methods_and_sparsities_of_the_table():
     one_shot, staged = ("magnitude", "wf", "cbs"), ("lr", "ewr")
     for network in ("mlpnet", "resnet20"):
-        assert reproduce.methods_of(network) == (*one_shot, *staged, *TRAINED)
-        assert reproduce.sparsities_of(network) == (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-    assert reproduce.methods_of("efficientnet-lite0") == ("magnitude", "wf", *staged)
-    assert reproduce.sparsities_of("efficientnet-lite0") == (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-    assert reproduce.methods_of("resnet50-cifar") == ("magnitude", *staged)
-    assert reproduce.sparsities_of("resnet50-cifar") == (0.95, 0.98)
-    assert reproduce.methods_of("mobilenetv1") == ("magnitude", *staged)
-    assert reproduce.sparsities_of("mobilenetv1") == (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+        assert table1.methods_of(network) == (*one_shot, *staged, *TRAINED)
+        assert table1.sparsities_of(network) == (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+    assert table1.methods_of("efficientnet-lite0") == ("magnitude", "wf", *staged)
+    assert table1.sparsities_of("efficientnet-lite0") == (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+    assert table1.methods_of("resnet50-cifar") == ("magnitude", *staged)
+    assert table1.sparsities_of("resnet50-cifar") == (0.95, 0.98)
+    assert table1.methods_of("mobilenetv1") == ("magnitude", *staged)
+    assert table1.sparsities_of("mobilenetv1") == (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 def test_no_recipe_is_left_out():
-    shipped = {(path.parent.name, path.stem) for path in reproduce.RECIPES.rglob("*.yaml")}
+    shipped = {(path.parent.name, path.stem) for path in table1.RECIPES.rglob("*.yaml")}
     assert shipped == set(EVERY_RECIPE)
 
 
 @pytest.mark.parametrize(("network", "method"), EVERY_RECIPE)
 def test_a_shipped_recipe_reads_and_is_what_its_name_says(network, method):
-    recipe = reproduce.read_recipe(network, method)
+    recipe = table1.read_recipe(network, method)
     assert recipe.model == network
     assert recipe.settings["method"] == method.split("-")[0]
-    assert recipe.settings["sparsity"] in reproduce.sparsities_of(network)
+    assert recipe.settings["sparsity"] in table1.sparsities_of(network)
     assert (recipe.weights, recipe.data_directory) == (None, None)
     assert (recipe.settings["stages"] == 1) == (method in ("magnitude", "wf", "cbs"))
     assert recipe.settings["stages"] <= 15
     plain = {name: v for name, v in recipe.settings.items() if name != "fine_tuning"}
     settings.check(settings.Settings(**plain))
-    assert (reproduce.epochs_trained(recipe.settings) > 0) == (method in TRAINED)
+    assert (common.epochs_trained(recipe.settings) > 0) == (method in TRAINED)
 
 
 def test_each_column_is_pruned_by_its_own_method():
@@ -122,12 +123,12 @@ def test_each_column_is_pruned_by_its_own_method():
 
 def test_our_training_and_the_authors_are_as_long_on_mlpnet():
     for method in TRAINED:
-        assert reproduce.epochs_trained(reproduce.read_recipe("mlpnet", method).settings) == 15
+        assert common.epochs_trained(table1.read_recipe("mlpnet", method).settings) == 15
 
 
 @pytest.mark.parametrize("network", ["mobilenetv1", "efficientnet-lite0"])
 def test_imagenet_recipes_do_with_a_thousand_images(network):
-    given = reproduce.read_recipe(network, "ewr").settings
+    given = table1.read_recipe(network, "ewr").settings
     assert given["samples"] * given["samples_per_row"] + given["held_out"] <= 1000
 
 
@@ -135,7 +136,7 @@ def test_imagenet_recipes_do_with_a_thousand_images(network):
 
 
 def test_defaults_are_every_cell_of_two_networks():
-    cells = reproduce.plan(None, None, None, 3)
+    cells = table1.plan(None, None, None, 3)
     assert len(cells) == len(set(cells)) == 2 * 7 * (8 * 3 + 1)
     assert {cell.seed for cell in cells if cell.method == "magnitude"} == {0}
     # A whole table of one seed comes before the second seed.
@@ -143,8 +144,8 @@ def test_defaults_are_every_cell_of_two_networks():
 
 
 def test_what_is_named_twice_is_run_once():
-    cells = reproduce.plan(["mlpnet", "mlpnet"], [0.9, 0.9], ["lr", "lr"], 1)
-    assert cells == [Cell("mlpnet", "lr", 0.9, 0)]
+    cells = table1.plan(["mlpnet", "mlpnet"], [0.9, 0.9], ["lr", "lr"], 1)
+    assert cells == [Cell("mlpnet", "lr", 0.9, seed=0)]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_weights_directory_is_asked_for(runs):
 def test_two_files_of_weights_are_one_too_many(weights):
     (weights / "mlpnet.safetensors").touch()
     with pytest.raises(InputError, match=r"it has mlpnet.safetensors, mlpnet_mnist.safetensors"):
-        reproduce.find_weights("mlpnet", weights)
+        common.find_weights("mlpnet", weights)
 
 
 def test_missing_data_stops_before_anything_is_run(runs, weights, tmp_path, monkeypatch):
@@ -294,43 +295,39 @@ def test_markdown_has_means_intervals_and_published_figures(runs, weights, tmp_p
 
 
 def test_cells_not_run_are_shown(runs, weights, tmp_path):
-    asked = reproduce.plan(["resnet20"], [0.9, 0.95], ["wf", "ewr"], 3)
+    asked = table1.plan(["resnet20"], [0.9, 0.95], ["wf", "ewr"], 3)
     experiment.run(
-        reproduce.read_recipe("resnet20", "ewr"),
+        table1.read_recipe("resnet20", "ewr"),
         0,
-        Cell("resnet20", "ewr", 0.9, 0).directory(tmp_path).path,
+        Cell("resnet20", "ewr", 0.9, seed=0).directory(tmp_path).path,
     )
-    text = reproduce.markdown(reproduce.write_table(tmp_path, asked, "the command"))
+    text = TABLE.markdown(TABLE.write(tmp_path, asked, "the command"))
     assert "| 0.9 | – (11.49) | **94.00** [1 of 3] (88.82 ± 0.10) |" in text
     assert "| 0.95 | – | – (81.33 ± 0.15) |" in text
     assert "1 of 12 cells are finished" in text
 
 
-@pytest.mark.parametrize("freedom", [*range(1, 41), 100, 1000])
-def test_t_quantiles_are_students(freedom):
-    assert reproduce.t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-4)
+@pytest.mark.parametrize("confidence", [0.9, 0.95])
+@pytest.mark.parametrize("freedom", [*range(1, 12), 30, 31, 100, 1000])
+def test_t_quantiles_are_students(freedom, confidence):
+    expected = stats.t.ppf((1 + confidence) / 2, freedom)
+    assert common.t_quantile(freedom, confidence) == pytest.approx(expected, rel=1e-9)
 
 
 def test_confidence_interval_is_that_of_scipy():
     values = [93.2, 94.1, 92.7, 93.9]
     low, high = stats.t.interval(0.95, 3, stats.tmean(values), stats.sem(values))
-    assert reproduce.confidence_interval(values) == pytest.approx((high - low) / 2, rel=1e-5)
-    assert reproduce.confidence_interval([93.2]) is None
+    assert common.confidence_interval(values, 0.95) == pytest.approx((high - low) / 2)
+    assert common.confidence_interval([93.2], 0.95) is None
+    assert common.confidence_interval([93.2, float("inf")], 0.95) is None
 
 
 def test_time_left_is_judged_by_the_nearest_finished_cells():
-    def record(network, method, seconds):
-        return {"network": network, "method": method, "seconds": seconds}
-
-    records = [
-        record("mlpnet", "lr", 10),
-        record("mlpnet", "ewr", 30),
-        record("mlpnet", "wf", None),
-    ]
-    waiting = [Cell("mlpnet", m, 0.9, 1) for m in ("lr", "ewr", "wf")]
-    assert reproduce.seconds_left(records, waiting) == 10 + 30 + 20
-    assert reproduce.seconds_left(records, [Cell("resnet20", "lr", 0.9, 0)]) == 20
-    assert reproduce.seconds_left(records[2:], waiting) is None
+    finished = [(("mlpnet", "lr"), 10), (("mlpnet", "ewr"), 30)]
+    waiting = [Cell("mlpnet", m, 0.9, seed=1).kind for m in ("lr", "ewr", "wf")]
+    assert common.seconds_left(finished, waiting) == 10 + 30 + 20
+    assert common.seconds_left(finished, [("resnet20", "lr")]) == 20
+    assert common.seconds_left([], waiting) is None
 
 
 def make_images(folder, count):
@@ -356,14 +353,14 @@ def test_large_networks_run_on_made_data(tmp_path, monkeypatch, network):
     )
     monkeypatch.setenv("SWAP_PRUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(models, "PRETRAINED", {})
-    shipped = reproduce.read_recipe
+    shipped = table1.read_recipe
     small = {"stages": 2, "correcting": 0, "samples": 2, "samples_per_row": 2, "held_out": 2}
 
     def read_small(*cell):
         recipe = shipped(*cell)
         return replace(recipe, settings=recipe.settings | small)
 
-    monkeypatch.setattr(reproduce, "read_recipe", read_small)
+    monkeypatch.setattr(table1, "read_recipe", read_small)
     arguments = ["--networks", network, "--methods", "lr", "--sparsities", "0.8", "--seeds", "1"]
     if network == "resnet50-cifar":
         arguments[5] = "0.95"
