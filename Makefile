@@ -31,6 +31,7 @@ format: $(VENV)/installed  ## format and mend what ruff can
 
 benchmarks: $(VENV)/installed  ## the figures of README and docs, as JSON (many hours; resumes)
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.sample_complexity
 	$(BIN)/python -m benchmarks.choices --sparsity 0.95 --seeds 1
 	$(BIN)/python -m benchmarks.accuracy
 
