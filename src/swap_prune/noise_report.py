@@ -178,7 +178,8 @@ def noise_report(
         loss: `loss(model(x), targets)`, the mean over the batch; default: cross-entropy.
         samples: rows of G, n (500, or as many as the data has).
         samples_per_row: samples averaged in a row, m.
-        include, exclude: which weights, as for `prune`.
+        include: which weights, as for `prune`.
+        exclude: what to leave out of them.
         seed: fixes the samples drawn and the halves.
 
     Returns:
@@ -276,7 +277,7 @@ def measure(
 
 
 def effective_ranks(gram: Tensor) -> tuple[float | None, float | None]:
-    """exp of the entropy of the normalised eigenvalues of a Gram matrix, and 1 / Σ of squares."""
+    """Of normalised eigenvalues: exp of their entropy, and 1 over the sum of their squares."""
     if not gram.any():
         return None, None
     # Scaled first, so that squares stay in range.
@@ -387,7 +388,7 @@ def _odds(agreement: float) -> float:
 
 
 def _samples_needed(agreement: float | None, samples_per_row: int) -> int | None:
-    """m for the wanted agreement: averaging m samples divides the noise's power by m."""
+    """The m for the wanted agreement: averaging m samples divides the noise's power by m."""
     if agreement is None or agreement <= 0:
         return None
     factor = _odds(WANTED_AGREEMENT) / _odds(agreement)
@@ -500,7 +501,7 @@ def _choose_method(report: NoiseReport, samples: int) -> tuple[str, list[str]]:
 
 
 def _choose_samples_per_row(report: NoiseReport, most: int) -> tuple[int, list[str]]:
-    """m and why; the data allow `most` with the rows chosen already."""
+    """The m to take and why; the data allow `most` with the rows chosen already."""
     most = max(1, min(MOST_SAMPLES_PER_ROW, most))
     reasons = []
     agreement, needed = report.agreement, report.samples_per_row_needed
