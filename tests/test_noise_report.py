@@ -277,7 +277,9 @@ def test_each_rule(changes, expected, said):
 def test_rows_that_memory_can_not_hold_are_not_recommended(monkeypatch):
     report = report_on(rows(), available=100_000)
     monkeypatch.setattr("os.sysconf", lambda name: 2000)
-    assert recommend(report)[0]["samples"] == 2000 * 2000 // (4 * P)
+    chosen, reasons = recommend(report)
+    assert chosen["samples"] == 2000 * 2000 // (4 * P)
+    assert "memory holds 500 rows" in " ".join(reasons)
 
 
 # --- end to end ---------------------------------------------------------------------------------

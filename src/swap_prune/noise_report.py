@@ -45,8 +45,8 @@ MOST_SAMPLES_PER_ROW = 16
 MOST_ROWS = 1000
 FEW_ROWS = 200
 LEAST_CONTAMINATION = 0.02
-# In nats over all samples: what the one parameter more must explain (likelihood ratio test, 5%).
-LEAST_GAIN = 1.92
+# In nats over all samples: likelihood ratio test of η = 0 at 5%, one-sided as η can't be negative.
+LEAST_GAIN = 1.35
 # Below it the expected squared norm is infinite: what the regression fits never settles.
 LEAST_TAIL_INDEX = 2.0
 
@@ -150,7 +150,7 @@ LINES = (
     ("signal-to-noise of the mean", "signal_to_noise", "in power"),
     ("samples a row for 0.9", "samples_per_row_needed", "with as many rows"),
     ("contamination of the labels", "contamination", "share drawn blindly"),
-    ("  log-likelihood gained", "contamination_gain", "nats; below 1.92 it may be chance"),
+    ("  log-likelihood gained", "contamination_gain", "nats; below 1.35 it may be chance"),
     ("error observed", "observed_error", ""),
     ("error the model expects", "expected_error", ""),
 )
@@ -454,9 +454,10 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
         "samples_per_row": samples_per_row,
         "held_out": held_out,
     }
+    limit = "memory holds" if samples < min(MOST_ROWS, pool) else f"the other {pool:,} allow"
     about_samples = (
         f"Of {_count(available, 'calibration sample')}, {held_out:,} are held out to choose "
-        f"settings by, and the other {pool:,} allow {_count(samples, 'row')} a stage."
+        f"settings by, and {limit} {_count(samples, 'row')} a stage."
     )
     return chosen, (*about_method, about_samples, *about_rows)
 
@@ -496,7 +497,7 @@ def _choose_method(report: NoiseReport, samples: int) -> tuple[str, list[str]]:
         labels = f"The contamination of the labels is {eta:.3f} (at most {LEAST_CONTAMINATION})"
     return "lr", [
         f"{labels}, and {samples:,} rows a stage are not few: lr, the simplest member of ewr's "
-        "family, without a sign of the noise that the others are for."
+        "family; nothing measured calls for ewr's masses or memory."
     ]
 
 
@@ -507,12 +508,16 @@ def _choose_samples_per_row(report: NoiseReport, most: int) -> tuple[int, list[s
     agreement, needed = report.agreement, report.samples_per_row_needed
     as_many = f"{_count(most, 'sample')} a row, as many as the data allow up to 16"
     if most == 1:
-        as_many = "more samples a row would be better, but the data allow only 1"
+        as_many = "rows should average more samples, but the data allow only 1 a row"
     if agreement is not None and agreement < WANTED_AGREEMENT:
-        wanted = "no signal that more samples could raise" if needed is None else f"m = {needed:,}"
+        wanted = (
+            "no signal was found"
+            if needed is None
+            else f"that takes about {needed:,} samples a row"
+        )
         reasons.append(
             f"The mean gradients of two halves of the {report.rows:,} rows agree to "
-            f"{agreement:.2f} (below {WANTED_AGREEMENT}; for that {wanted}): {as_many}."
+            f"{agreement:.2f} (below {WANTED_AGREEMENT}; {wanted}): {as_many}."
         )
     if report.tail_index is not None and report.tail_index < LEAST_TAIL_INDEX:
         reasons.append(
