@@ -3,6 +3,7 @@
 from swap_prune.errors import InputError
 from swap_prune.evaluation import Evaluation, evaluate
 from swap_prune.masks import apply_masks, make_permanent
+from swap_prune.noise_report import NoiseReport, noise_report
 from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.pruning import PruneResult, prune
 from swap_prune.settings import METHODS
@@ -13,11 +14,13 @@ __all__ = [
     "Evaluation",
     "FineTuning",
     "InputError",
+    "NoiseReport",
     "PrunableWeights",
     "PruneResult",
     "apply_masks",
     "evaluate",
     "make_permanent",
+    "noise_report",
     "prune",
     "select_weights",
 ]

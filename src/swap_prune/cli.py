@@ -1,4 +1,4 @@
-"""The command line: prune, resume, run, reproduce, evaluate, data fetch, demo."""
+"""The command line: prune, resume, run, reproduce, evaluate, noise-report, data fetch, demo."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from swap_prune import data, experiment, models, recipe, reproduce
 from swap_prune.errors import InputError
 from swap_prune.evaluation import evaluate
 from swap_prune.noise import NOISES
+from swap_prune.noise_report import noise_report
 from swap_prune.recipe import Recipe
 from swap_prune.run_directory import MODEL_FILE, RESULT_FILE, RunDirectory, plain
 from swap_prune.settings import COUPLINGS, METHODS, Settings
@@ -56,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     _add_run(commands.add_parser("run", help="run the recipe of a YAML file; resumes"))
     reproduce.add_arguments(commands.add_parser("reproduce", help="run a table of the paper anew"))
     _add_evaluate(commands.add_parser("evaluate", help="print top-1, top-5 and loss of a model"))
+    _add_noise_report(
+        commands.add_parser("noise-report", help="how noisy gradients are, and what suits them")
+    )
     _add_data(commands.add_parser("data", help="fetch a data set"))
     _add_demo(commands.add_parser("demo", help="prune an embedded network in three ways"))
     return top
@@ -214,7 +218,7 @@ def _run(options: argparse.Namespace) -> None:
         _print_result(experiment.run(described, seed, out), out)
 
 
-# --- evaluate, data, demo -----------------------------------------------------------------------
+# --- evaluate, noise-report, data, demo ---------------------------------------------------------
 
 
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
@@ -233,6 +237,32 @@ def _evaluate(options: argparse.Namespace) -> None:
             f"top-1 {_shown(result.top1)} %, top-5 {_shown(result.top5)} %, "
             f"loss {result.loss:.4f} on {result.samples} samples"
         )
+
+
+def _add_noise_report(command: argparse.ArgumentParser) -> None:
+    _add_task(command)
+    option = command.add_argument
+    option("--samples", type=int, help="rows of gradients (500, or as many as the data has)")
+    option("--samples-per-row", type=int, default=1, help="samples averaged in a row (1)")
+    option("--include", action="append", help="pattern of weights to look at; may be repeated")
+    option("--exclude", action="append", default=[], help="pattern of weights to leave out")
+    option("--seed", type=int, default=0, help="fixes the samples drawn (0)")
+    option("--json", action="store_true", help="print JSON")
+    command.set_defaults(command=_noise_report)
+
+
+def _noise_report(options: argparse.Namespace) -> None:
+    model, splits = _load_task(options)
+    report = noise_report(
+        model,
+        splits.train,
+        samples=options.samples,
+        samples_per_row=options.samples_per_row,
+        include=options.include or models.PRUNABLE.get(options.model),
+        exclude=options.exclude,
+        seed=options.seed,
+    )
+    print(json.dumps(report.describe()) if options.json else report)
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:

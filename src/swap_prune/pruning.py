@@ -198,12 +198,12 @@ def prune(
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
     if build_method(resolved).needs_gradients:
-        _check_memory(resolved.samples or 1, resolved.memory or 0, weights.size)
+        check_memory(resolved.samples or 1, weights.size, resolved.memory or 0)
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(resolved.seed)
-        run = _Run(_own_copy(model), weights, samples, loss, resolved, progress)
+        run = _Run(own_copy(model), weights, samples, loss, resolved, progress)
         if training_data is not None:
             run.train_on(Samples(training_data, "training_data"))
         if test_data is not None:
@@ -219,7 +219,7 @@ def prune(
     return result
 
 
-def _own_copy(model: nn.Module) -> nn.Module:
+def own_copy(model: nn.Module) -> nn.Module:
     """A copy on the CPU, contiguous as a model read from a file is."""
     try:
         own = copy.deepcopy(model)
@@ -637,13 +637,21 @@ def build_method(settings: Settings) -> Method:
     )
 
 
-def _check_memory(n: int, remembered: int, p: int) -> None:
+def check_memory(n: int, p: int, remembered: int = 0) -> None:
     """Raise before gradient matrices are asked for that the machine can't hold."""
-    needed = 4 * (n + remembered) * p
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+    if n + remembered > most_rows(p):
+        needed = 4 * (n + remembered) * p
         raise InputError(
             f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights need "
-            f"{needed / 2**30:.0f} GiB, and this machine has {there / 2**30:.0f}; give fewer "
+            f"{needed / 2**30:.0f} GiB, and this machine has {_memory() / 2**30:.0f}; give fewer "
             "samples, less memory, or prune fewer layers with include or exclude"
         )
+
+
+def most_rows(p: int) -> int:
+    """How many rows of gradients for `p` weights the machine can hold."""
+    return _memory() // (4 * p)
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
