@@ -471,3 +471,24 @@ def test_identity_is_lr():
     torch.testing.assert_close(found.plan(), torch.diag(mu))
     assert found.objective == found.cost == pytest.approx(float(mu @ (x - y).square()))
     assert found.divergence == pytest.approx(float(-(mu * mu.log()).sum()))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(2, 12),
+    epsilon=st.sampled_from([0.0, 0.05, 1.0, math.inf]),
+    seed=st.integers(0, 99),
+)
+def test_smoothing_with_masses_is_the_plan_between_their_roots(n, epsilon, seed):
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randn(n, generator=generator, dtype=torch.float64)
+    masses = torch.rand(n, generator=generator, dtype=torch.float64) + 0.1
+    masses /= masses.sum()
+    smoother = smoothing(y, epsilon, masses=masses)
+    plan = couple(y, y, epsilon, mu=masses, nu=masses, tolerance=1e-10).plan()
+    roots = masses.sqrt()
+    torch.testing.assert_close(smoother, plan / torch.outer(roots, roots), atol=1e-6, rtol=1e-5)
+    # A constant residual is left as it is, whatever the masses.
+    torch.testing.assert_close(smoother @ roots, roots, atol=1e-6, rtol=1e-5)
+    uniform = torch.full_like(y, 1 / n)
+    torch.testing.assert_close(smoothing(y, epsilon, masses=uniform), smoothing(y, epsilon))

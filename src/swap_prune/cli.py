@@ -94,6 +94,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--derivative", help="exact or printed (default: exact)")
     option("--selection", help="saliency or iht (default: saliency)")
     option("--memory", type=int, help="rows that stand for earlier stages' (100 for ewr, else 0)")
+    option("--discount", type=float, help="power of its norm by which a row's mass falls (0.5)")
     option(
         "--contamination",
         type=_number_or_auto,

@@ -64,5 +64,5 @@ class ContaminatedCrossEntropy:
         right = log_likelihoods(output, labels) + math.log1p(-self.contamination)
         if self.contamination == 0:
             return -right.mean()
-        wrong = torch.full_like(right, math.log(self.contamination / output.shape[1]))
+        wrong = torch.full_like(right, math.log(self.contamination) - math.log(output.shape[1]))
         return -torch.logaddexp(right, wrong).mean()

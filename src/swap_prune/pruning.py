@@ -144,6 +144,8 @@ def prune(
             selection: "saliency" or "iht".
             alternations: transport and regression in turn, this many times a stage (3).
             memory: rows that stand for those of earlier stages (100 for "ewr", 0 for "lr").
+            discount: a row's mass falls with its norm to this power (0.5 for "ewr"), or all rows
+                have the same (0, for "lr").
             contamination: fraction of wrong labels to reckon with: samples count as far as their
                 labels are likely to be right; or "auto", estimated on held-out samples with the
                 model as given (the default of "ewr"; 0 for the others).
@@ -634,6 +636,7 @@ def build_method(settings: Settings) -> Method:
         selection=settings.selection,
         alternations=settings.alternations,
         memory=settings.memory or 0,
+        discount=settings.discount or 0.0,
     )
 
 

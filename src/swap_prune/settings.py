@@ -21,6 +21,8 @@ HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
 # Rows that stand for those of earlier stages.
 MEMORY_ROWS = 100
+# How fast the mass of a row falls with its norm.
+DISCOUNT = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Settings:
     selection: str = "saliency"
     alternations: int = 3
     memory: int | None = None
+    discount: float | None = None
     contamination: float | Auto | None = None
     per_layer: bool = False
     batchnorm: str = "auto"
@@ -103,6 +106,8 @@ def check(settings: Settings) -> None:
         unset = value is None and Settings.__dataclass_fields__[name].default is None
         if value != "auto" and not unset:
             _check_number(name, value, f"{described}, or 'auto'", accepts)
+    if settings.discount is not None:
+        _check_number("discount", settings.discount, "a number in [0, 2]", lambda v: 0 <= v <= 2)
 
 
 def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
@@ -153,7 +158,8 @@ def resolve(given: Settings, available: int) -> Settings:
         stages=stages,
         schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
         correcting=correcting,
-        memory=_memory(given, samples),
+        memory=_of_clouds(given, "memory", min(MEMORY_ROWS, samples)),
+        discount=_of_clouds(given, "discount", DISCOUNT),
         contamination=contamination,
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),
@@ -163,16 +169,17 @@ def resolve(given: Settings, available: int) -> Settings:
     )
 
 
-def _memory(given: Settings, samples: int) -> int:
-    """How many rows of earlier stages are remembered."""
-    if given.memory is None:
-        return min(MEMORY_ROWS, samples) if given.method == "ewr" else 0
-    if given.memory and given.method not in REGRESSIONS:
+def _of_clouds(given: Settings, name: str, default: Any) -> Any:
+    """A setting of the cloud of rows: EWR's has a default, LR's is plain unless told otherwise."""
+    value = getattr(given, name)
+    if value is None:
+        return default if given.method == "ewr" else type(default)(0)
+    if value and given.method not in REGRESSIONS:
         raise InputError(
-            f"memory={given.memory} has no part in method={given.method!r}; "
-            f"{' and '.join(REGRESSIONS)} remember rows"
+            f"{name}={value} has no part in method={given.method!r}; "
+            f"{' and '.join(REGRESSIONS)} have it"
         )
-    return given.memory
+    return value
 
 
 def _selectors(name: str, given: Any) -> tuple[Selector, ...]:

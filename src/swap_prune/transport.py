@@ -395,33 +395,43 @@ def sinkhorn(
 
 
 def smoothing(
-    y: Tensor, epsilon: float, *, relative: bool = True, tolerance: float = 1e-9
+    y: Tensor,
+    epsilon: float,
+    *,
+    masses: Tensor | None = None,
+    relative: bool = True,
+    tolerance: float = 1e-9,
 ) -> Tensor:
     """Return `S = n P`, (n, n), for the entropic plan P of `y` to itself (design section 5).
 
     The gradient as the paper prints it, `G^T S (x - y)`, is that of a regression on the averaged
     rows `S^1/2 G`. S is symmetric, positive semi-definite and doubly stochastic; at epsilon
-    0 it is the identity, at infinity it averages.
+    0 it is the identity, at infinity it averages. With masses it is `D^-1/2 P D^-1/2`, D their
+    diagonal matrix, which acts on rows times the roots of their masses.
 
     Args:
         y: (n,) values.
         epsilon: Weight of the entropy, from 0 to infinity.
+        masses: (n,) masses of `y`; uniform by default.
         relative: Whether epsilon is in units of the variance of `y` or absolute.
         tolerance: Largest error of a row sum of S.
     """
     n = len(y)
-    level = absolute_epsilon(epsilon, y, relative=relative)
     if epsilon == 0:
         return torch.eye(n, dtype=y.dtype, device=y.device)
-    coupling = couple(y, y, level, relative=False, tolerance=tolerance / n)
+    masses = torch.full_like(y, 1 / n) if masses is None else masses
+    level = absolute_epsilon(epsilon, y, nu=masses, relative=relative)
+    coupling = couple(y, y, level, mu=masses, nu=masses, relative=False, tolerance=tolerance / n)
+    roots = masses.sqrt()
     if coupling.potentials is None:
-        return n * coupling.plan()
+        return coupling.plan() / torch.outer(roots, roots).clamp(min=_TINY)
     f, g = coupling.potentials
     # f and g agree up to a constant and the tolerance; their mean makes S symmetric, and positive
     # as the Gaussian kernel is.
     log_scale = (f + g) / 2
     distances = (y.to(f)[:, None] - y.to(f)).square()
-    return (((log_scale[:, None] + log_scale - distances) / level).exp() / n).to(y.dtype)
+    kernel = ((log_scale[:, None] + log_scale - distances) / level).exp()
+    return (kernel * torch.outer(roots, roots).to(f)).to(y.dtype)
 
 
 @dataclass(frozen=True)

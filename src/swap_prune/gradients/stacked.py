@@ -1,8 +1,8 @@
-"""Rows of several gradient matrices, one below the other."""
+"""Rows of several gradient matrices, one below the other, each row with a factor of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,22 +12,22 @@ from swap_prune.gradients.operator import GradientOperator
 
 
 class StackedGradients(GradientOperator):
-    """`[a G; b R]`: each block of rows scaled by the root of its mass.
+    """`[diag(a) G; diag(b) R]`.
 
     Args:
         blocks: operators on the same weights.
-        scales: one factor a block.
+        scales: for each block the factors (rows,) of its rows.
     """
 
-    def __init__(self, blocks: Sequence[GradientOperator], scales: Sequence[float]) -> None:
-        self.blocks, self.scales = tuple(blocks), tuple(scales)
+    def __init__(self, blocks: Sequence[GradientOperator], scales: Sequence[Tensor]) -> None:
+        self.blocks, self.scales = tuple(blocks), tuple(scale.float() for scale in scales)
         self.shape = (sum(block.shape[0] for block in blocks), blocks[0].shape[1])
 
     def columns(self, support: Tensor) -> DenseGradients:
         """Copy out the columns `support` (s,), into one matrix."""
         matrix = torch.empty(self.shape[0], len(support))
-        for part, block, scale in zip(self._parts(matrix), self.blocks, self.scales, strict=True):
-            torch.mul(block.columns(support).rows(), scale, out=part)
+        for block, scale, part in self._parts(matrix):
+            torch.mul(block.columns(support).rows(), scale[:, None], out=part)
         return DenseGradients(matrix)
 
     def gram(self) -> Tensor:
@@ -37,17 +37,17 @@ class StackedGradients(GradientOperator):
     def rows(self) -> Tensor:
         """The matrix (n, p), a copy."""
         pairs = zip(self.blocks, self.scales, strict=True)
-        return torch.cat([block.rows() * scale for block, scale in pairs])
+        return torch.cat([block.rows() * scale[:, None] for block, scale in pairs])
 
     def _product(self, w: Tensor) -> Tensor:
         pairs = zip(self.blocks, self.scales, strict=True)
         return torch.cat([scale * (block @ w) for block, scale in pairs])
 
     def _adjoint_product(self, v: Tensor) -> Tensor:
-        triples = zip(self._parts(v), self.blocks, self.scales, strict=True)
-        products = [block.T @ (scale * part) for part, block, scale in triples]
+        products = [block.T @ (scale * part) for block, scale, part in self._parts(v)]
         return torch.stack(products).sum(0)
 
-    def _parts(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The rows of `whole` (n, ...) that belong to each block."""
-        return whole.split([block.shape[0] for block in self.blocks])
+    def _parts(self, whole: Tensor) -> Iterator[tuple[GradientOperator, Tensor, Tensor]]:
+        """Each block, its factors, and the rows of `whole` (n, ...) that belong to it."""
+        parts = whole.split([block.shape[0] for block in self.blocks])
+        return zip(self.blocks, self.scales, parts, strict=True)

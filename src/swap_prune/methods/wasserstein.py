@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swap_prune import transport
 from swap_prune.methods.base import Auto, Method, Stage
-from swap_prune.methods.memory import Cloud, RowMemory
+from swap_prune.methods.cloud import Cloud, RowMemory
 from swap_prune.regression import SupportRidge, hard_threshold_descent
 
 # Where the search for a setting begins at the first stage; later stages begin at the last choice.
@@ -52,6 +52,7 @@ class WassersteinRegression(Method):
         selection: "saliency" or "iht".
         alternations: how often transport and regression follow each other.
         memory: how many rows stand for those of earlier stages; 0 for none.
+        discount: how fast a row's mass falls with its norm; 0 gives all the same.
     """
 
     damping: float | Auto = "auto"
@@ -64,13 +65,14 @@ class WassersteinRegression(Method):
     selection: str = "saliency"
     alternations: int = 3
     memory: int = 0
+    discount: float = 0.0
 
     def __post_init__(self) -> None:
         """Where the searches begin; each stage's choice is the next one's beginning."""
         self._damping = FIRST_DAMPING if self.damping == "auto" else self.damping
         self._first_step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
         self._step_damping = self._first_step_damping
-        self._memory = RowMemory(self.memory)
+        self._memory = RowMemory(self.memory, self.discount)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The rows remembered, and where the next stage's searches begin."""
@@ -85,7 +87,7 @@ class WassersteinRegression(Method):
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
-        cloud = self._memory.cloud(stage.gradients)
+        cloud = self._memory.cloud(stage.gradients, stage.w_bar)
         y = (cloud.gradients @ stage.w_bar).double()
         ridge = SupportRidge(cloud.gradients, stage.w_bar, self._support(stage, cloud, y))
         trial = _Trial(ridge, stage.held_out_loss)
@@ -161,21 +163,21 @@ class WassersteinRegression(Method):
 
         Fresh rows are transported; remembered ones, no samples any more, stay coupled in pairs.
         """
-        v, potentials, targets = lr.v, None, y.clone()
-        fresh = y[: cloud.fresh] / cloud.scale
+        v, potentials, fresh = lr.v, None, cloud.unscaled(y)
         for _ in range(self.alternations):
             plan = transport.couple(
-                ridge.predictions(v)[: cloud.fresh] / cloud.scale,
+                cloud.unscaled(ridge.predictions(v)),
                 fresh,
                 epsilon,
                 coupling=self.coupling,
+                mu=cloud.masses,
+                nu=cloud.masses,
                 relative=self.relative,
                 start=potentials,
             )
             potentials = plan.potentials
             mixed = (1 - mixture) * fresh + mixture * plan.targets
-            targets[: cloud.fresh] = cloud.scale * mixed
-            v = ridge.dual(targets, lr.settings["damping"])
+            v = ridge.dual(cloud.rescaled(mixed, y), lr.settings["damping"])
         settings = {
             "epsilon": epsilon,
             "mixture": mixture,
@@ -194,11 +196,10 @@ class WassersteinRegression(Method):
         mixture: float,
     ) -> Candidate:
         """The stationary point of the printed gradient: LR on neighbour-averaged rows."""
-        fresh = y[: cloud.fresh] / cloud.scale
         smoother = torch.eye(len(y), dtype=y.dtype)
         smoother[: cloud.fresh, : cloud.fresh] *= 1 - mixture
         smoother[: cloud.fresh, : cloud.fresh] += mixture * transport.smoothing(
-            fresh, epsilon, relative=self.relative
+            cloud.unscaled(y), epsilon, masses=cloud.masses, relative=self.relative
         )
         v = ridge.smoothed_dual(y, lr.settings["damping"], smoother)
         return Candidate(v, lr.settings | {"epsilon": epsilon, "mixture": mixture})

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from swap_prune import InputError, prune
 from swap_prune.gradients import DenseGradients, StackedGradients
-from swap_prune.methods.memory import SHARE, RowMemory
+from swap_prune.methods.cloud import SHARE, RowMemory, _discounted, _squared_norms
 from swap_prune.regression import SupportRidge
 from test_pruning import QUICK, network, samples, trained
 
@@ -15,15 +15,19 @@ def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def remember(memory: RowMemory, rows: torch.Tensor, w: torch.Tensor):
-    cloud = memory.cloud(DenseGradients(rows))
+    cloud = memory.cloud(DenseGradients(rows), w)
     memory.keep(cloud, SupportRidge(cloud.gradients, w, w.nonzero().flatten()))
     return cloud
 
 
+def _size(memory: RowMemory) -> float:
+    return float(memory.rows.square().sum())
+
+
 def test_stacked_rows_are_one_matrix():
-    blocks, scales = (matrix(3, 8, 0), matrix(5, 8, 1)), (0.5, 2.0)
+    blocks, scales = (matrix(3, 8, 0), matrix(5, 8, 1)), (matrix(1, 3, 4)[0], matrix(1, 5, 5)[0])
     stacked = StackedGradients([DenseGradients(block) for block in blocks], scales)
-    whole = torch.cat([scale * block for block, scale in zip(blocks, scales, strict=True)])
+    whole = torch.cat([scale[:, None] * block for block, scale in zip(blocks, scales, strict=True)])
     w, v, support = matrix(1, 8, 2)[0], matrix(1, 8, 3)[0], torch.tensor([0, 3, 4])
     assert stacked.shape == (8, 8)
     torch.testing.assert_close(stacked @ w, whole @ w)
@@ -40,14 +44,15 @@ def test_stacked_rows_are_one_matrix():
 def test_mean_gradient_and_curvature_are_those_of_all_rows_with_decaying_masses(
     n, size, stages, kept
 ):
-    memory, w = RowMemory(size), torch.zeros(9)
+    memory, w = RowMemory(size, 0.0), torch.zeros(9)
     w[:kept] = 1.0
     mean, curvature = None, None
     for stage in range(stages):
         rows = matrix(n, 9, stage)
         rows[:, kept:] = 0
         fresh = rows.mean(0), rows.T @ rows / n
-        share = 0.0 if mean is None else SHARE
+        # Old rows count less where the new ones are larger.
+        share = 0.0 if mean is None else SHARE * min(1.0, _size(memory) / float(fresh[1].trace()))
         mean = fresh[0] if mean is None else share * mean + (1 - share) * fresh[0]
         curvature = fresh[1] if curvature is None else share * curvature + (1 - share) * fresh[1]
         cloud = remember(memory, rows, w)
@@ -65,7 +70,7 @@ def test_mean_gradient_and_curvature_are_those_of_all_rows_with_decaying_masses(
 def test_a_summary_keeps_the_mean_and_the_largest_curvatures():
     rows = matrix(40, 30, 0) * torch.linspace(5, 0.01, 30)
     w = torch.ones(30)
-    memory = RowMemory(10)
+    memory = RowMemory(10, 0.0)
     remember(memory, rows, w)
     assert memory.rows is not None
     assert memory.rows.shape == (10, 30)
@@ -78,17 +83,19 @@ def test_a_summary_keeps_the_mean_and_the_largest_curvatures():
 
 
 def test_no_memory_hands_the_rows_on():
-    memory, rows = RowMemory(0), DenseGradients(matrix(4, 6, 0))
-    assert memory.cloud(rows).gradients is rows
-    memory.keep(memory.cloud(rows), SupportRidge(rows, torch.ones(6), torch.arange(6)))
+    memory, rows = RowMemory(0, 0.0), DenseGradients(matrix(4, 6, 0))
+    assert memory.cloud(rows, torch.ones(6)).gradients is rows
+    memory.keep(
+        memory.cloud(rows, torch.ones(6)), SupportRidge(rows, torch.ones(6), torch.arange(6))
+    )
     assert memory.tensors() == {}
 
 
 def test_columns_that_were_cut_are_not_missed():
     w = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    memory = RowMemory(5)
+    memory = RowMemory(5, 0.0)
     remember(memory, matrix(3, 4, 0), w)
-    cloud = memory.cloud(DenseGradients(matrix(3, 4, 1)))
+    cloud = memory.cloud(DenseGradients(matrix(3, 4, 1)), w)
     later = cloud.gradients.columns(torch.tensor([0, 3])).rows()
     torch.testing.assert_close(later, cloud.gradients.rows()[:, [0, 3]])
     assert bool((cloud.gradients.rows()[3:, 1] == 0).all())
@@ -103,3 +110,39 @@ def test_memory_is_a_setting_of_the_regressions():
     for wrong in (-1, 1.5):
         with pytest.raises(InputError, match="memory="):
             prune(network(), samples(), sparsity=0.5, memory=wrong)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 30), discount=st.floats(0, 2), seed=st.integers(0, 99))
+def test_masses_fall_with_the_norm_and_sum_to_one(n, discount, seed):
+    rows = matrix(n, 5, seed) * torch.logspace(-20, 6, n)[:, None]
+    present = torch.tensor([True, True, False, True, False])
+    norms = _squared_norms(rows, present).sqrt()
+    torch.testing.assert_close(norms.float(), rows[:, present].norm(dim=1))
+    masses = _discounted(norms, discount)
+    assert float(masses.sum()) == pytest.approx(1)
+    in_order = masses[norms.argsort()]
+    assert bool((in_order.diff() <= 1e-12).all())
+    if discount == 0:
+        assert masses.tolist() == pytest.approx([1 / n] * n)
+    cloud = RowMemory(0, discount).cloud(DenseGradients(rows), present.float())
+    torch.testing.assert_close(cloud.masses, masses)
+    weighted = (masses[:, None] * rows.double()).sum(0)
+    torch.testing.assert_close(
+        (cloud.gradients.T @ (cloud.ones / n).float()).double(), weighted, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_zero_rows_have_masses_too():
+    masses = RowMemory(0, 0.5).cloud(DenseGradients(torch.zeros(4, 3)), torch.ones(3)).masses
+    assert masses.tolist() == pytest.approx([0.25] * 4)
+
+
+def test_values_without_masses_come_back():
+    rows = matrix(6, 5, 0)
+    memory, w = RowMemory(4, 0.5), torch.ones(5)
+    remember(memory, rows, w)
+    cloud = memory.cloud(DenseGradients(rows), w)
+    y = (cloud.gradients @ w).double()
+    torch.testing.assert_close(cloud.unscaled(y).float(), rows @ w)
+    torch.testing.assert_close(cloud.rescaled(cloud.unscaled(y), y), y)

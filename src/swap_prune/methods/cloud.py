@@ -1,0 +1,170 @@
+"""The cloud of rows that a stage fits, and the masses of its points.
+
+LR gives each of its n rows the mass 1/n. EWR's masses say how far a row is to be trusted:
+
+* Gradients have heavy tails, and the largest are the noisiest: a row's mass falls with its norm,
+  `mass ∝ ‖g‖^-discount`, for all rows but the smallest fifth.
+* A stage's rows are few, and gradients change little from one stage to the next. So rows of the
+  stages before are in the cloud too, summarised, with a share of the mass that falls geometrically
+  from stage to stage. No gradient is taken for it.
+
+The summary of N rows A is `BᵀA` with orthonormal B (N, r): the directions in which the rows have
+most of their curvature, and the one that keeps their mean, which the first-order term needs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swap_prune.gradients import DenseGradients, GradientOperator, StackedGradients
+from swap_prune.regression import COLUMN_BLOCK, SupportRidge
+
+# Rows with a norm below this quantile have the same mass: norms may be zero.
+EQUAL_BELOW = 0.2
+# Mass of what is remembered, while its gradients are as large as the fresh ones (docs/noise.md).
+SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """The rows that a stage fits.
+
+    Attributes:
+        gradients: the rows (N, p), each times the root of N times its mass.
+        ones: what a row of ones became (N,), of a fresh row that root; `gradientsᵀ ones / N` is
+            the mean gradient.
+        fresh: how many rows are this stage's own; they come first.
+    """
+
+    gradients: GradientOperator
+    ones: Tensor
+    fresh: int
+
+    @property
+    def masses(self) -> Tensor:
+        """The masses (fresh,) of the fresh rows among themselves, which sum to 1."""
+        squares = self.ones[: self.fresh].square()
+        return squares / squares.sum()
+
+    def unscaled(self, values: Tensor) -> Tensor:
+        """Of values (N,) of the rows those of the fresh ones (fresh,), as without masses."""
+        return values[: self.fresh] / self.ones[: self.fresh]
+
+    def rescaled(self, fresh: Tensor, values: Tensor) -> Tensor:
+        """`values` (N,) with those of the fresh rows replaced by `fresh` (fresh,)."""
+        return torch.cat([fresh * self.ones[: self.fresh], values[self.fresh :]])
+
+
+class RowMemory:
+    """At most `size` rows that stand for those of all stages before.
+
+    Args:
+        size: r; 0 remembers nothing.
+        discount: how fast a row's mass falls with its norm; 0 gives all the same.
+    """
+
+    def __init__(self, size: int, discount: float) -> None:
+        self.size, self.discount = size, discount
+        self.rows: Tensor | None = None  # (r, s), on the support; rowsᵀ rows is the mean curvature
+        self.support = torch.empty(0, dtype=torch.long)
+        self.ones = torch.empty(0, dtype=torch.float64)
+
+    def cloud(self, gradients: GradientOperator, w_bar: Tensor) -> Cloud:
+        """The fresh rows (n, p) at the weights `w_bar` (p,), and the remembered ones."""
+        n, p = gradients.shape
+        if self.rows is None and self.discount == 0:
+            return Cloud(gradients, torch.ones(n, dtype=torch.float64), n)
+        squares = _squared_norms(gradients.rows(), w_bar != 0)
+        masses = _discounted(squares.sqrt(), self.discount)
+        if self.rows is None:
+            roots = (n * masses).sqrt()
+            return Cloud(StackedGradients([gradients], [roots]), roots, n)
+        # Old gradients far smaller than the new ones are of another model.
+        size, old_size = float(masses @ squares), float(self.rows.double().square().sum())
+        share = SHARE * min(1.0, old_size / size) if size > 0 else SHARE
+        total = n + len(self.rows)
+        roots = ((1 - share) * total * masses).sqrt()
+        remembered = math.sqrt(share * total)
+        block = _OnSupport(self.rows, self.support, p)
+        scales = [roots, torch.full_like(self.ones, remembered)]
+        ones = torch.cat([roots, remembered * self.ones])
+        return Cloud(StackedGradients([gradients, block], scales), ones, n)
+
+    def keep(self, cloud: Cloud, ridge: SupportRidge) -> None:
+        """Remember the cloud on the support that was chosen; weights outside it are gone."""
+        if self.size == 0:
+            return
+        total = len(cloud.ones)
+        if total <= self.size:
+            basis = torch.eye(total, dtype=torch.float64)
+        else:
+            leading = ridge.vectors[:, total - self.size + 1 :]
+            mean = (cloud.ones / cloud.ones.norm())[:, None]
+            basis = torch.linalg.qr(torch.cat([mean, leading], dim=1)).Q
+        basis = basis / math.sqrt(total)
+        self.rows = basis.T.to(ridge.w_bar.dtype) @ ridge.columns.rows()
+        self.support, self.ones = ridge.support, basis.T @ cloud.ones
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What `restore` needs."""
+        if self.rows is None:
+            return {}
+        return {"rows": self.rows, "support": self.support, "ones": self.ones}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take up what `tensors` gave."""
+        if tensors:
+            self.rows, self.support = tensors["rows"], tensors["support"]
+            self.ones = tensors["ones"]
+
+
+def _squared_norms(rows: Tensor, present: Tensor) -> Tensor:
+    """The squared norms (n,) of `rows` (n, p) over the columns that are `present` (p,)."""
+    parts = zip(rows.split(COLUMN_BLOCK, dim=1), present.split(COLUMN_BLOCK), strict=True)
+    return (
+        torch.stack([block.square() @ part.to(block.dtype) for block, part in parts])
+        .double()
+        .sum(0)
+    )
+
+
+def _discounted(norms: Tensor, discount: float) -> Tensor:
+    """Masses (n,), which sum to 1, for rows of these norms (n,)."""
+    least = norms.quantile(EQUAL_BELOW).clamp_min(torch.finfo(norms.dtype).tiny)
+    masses = (least / norms.clamp_min(least)) ** discount
+    return masses / masses.sum()
+
+
+class _OnSupport(GradientOperator):
+    """A matrix (r, p) that is zero outside the columns `support`, of which it holds the others."""
+
+    def __init__(self, matrix: Tensor, support: Tensor, p: int) -> None:
+        self.inner = DenseGradients(matrix)
+        self.support = support
+        self.shape = (len(matrix), p)
+
+    def columns(self, support: Tensor) -> GradientOperator:
+        """The columns `support` (s,), which must be among those held."""
+        return self.inner.columns(torch.searchsorted(self.support, support))
+
+    def gram(self) -> Tensor:
+        """`R Rᵀ` (r, r) in float64."""
+        return self.inner.gram()
+
+    def rows(self) -> Tensor:
+        """The matrix (r, p), a copy."""
+        whole = torch.zeros(self.shape, dtype=self.inner.matrix.dtype)
+        whole[:, self.support] = self.inner.matrix
+        return whole
+
+    def _product(self, w: Tensor) -> Tensor:
+        return self.inner @ w[self.support]
+
+    def _adjoint_product(self, v: Tensor) -> Tensor:
+        whole = torch.zeros(self.shape[1], dtype=v.dtype)
+        whole[self.support] = self.inner.T @ v
+        return whole
