@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from swap_prune import InputError, prune
 from swap_prune.gradients import DenseGradients, StackedGradients
-from swap_prune.methods.cloud import SHARE, RowMemory, _discounted, _squared_norms
+from swap_prune.methods.cloud import SHARE, RowMemory, _discounted, _norms
 from swap_prune.regression import SupportRidge
 from test_pruning import QUICK, network, samples, trained
 
@@ -18,10 +18,6 @@ def remember(memory: RowMemory, rows: torch.Tensor, w: torch.Tensor):
     cloud = memory.cloud(DenseGradients(rows), w)
     memory.keep(cloud, SupportRidge(cloud.gradients, w, w.nonzero().flatten()))
     return cloud
-
-
-def _size(memory: RowMemory) -> float:
-    return float(memory.rows.square().sum())
 
 
 def test_stacked_rows_are_one_matrix():
@@ -51,8 +47,7 @@ def test_mean_gradient_and_curvature_are_those_of_all_rows_with_decaying_masses(
         rows = matrix(n, 9, stage)
         rows[:, kept:] = 0
         fresh = rows.mean(0), rows.T @ rows / n
-        # Old rows count less where the new ones are larger.
-        share = 0.0 if mean is None else SHARE * min(1.0, _size(memory) / float(fresh[1].trace()))
+        share = 0.0 if mean is None else SHARE
         mean = fresh[0] if mean is None else share * mean + (1 - share) * fresh[0]
         curvature = fresh[1] if curvature is None else share * curvature + (1 - share) * fresh[1]
         cloud = remember(memory, rows, w)
@@ -117,7 +112,7 @@ def test_memory_is_a_setting_of_the_regressions():
 def test_masses_fall_with_the_norm_and_sum_to_one(n, discount, seed):
     rows = matrix(n, 5, seed) * torch.logspace(-20, 6, n)[:, None]
     present = torch.tensor([True, True, False, True, False])
-    norms = _squared_norms(rows, present).sqrt()
+    norms = _norms(rows, present)
     torch.testing.assert_close(norms.float(), rows[:, present].norm(dim=1))
     masses = _discounted(norms, discount)
     assert float(masses.sum()) == pytest.approx(1)

@@ -146,12 +146,15 @@ def test_a_methods_settings_can_be_used(method):
 
 
 def test_variants_are_what_their_names_say():
-    fixed = {"method": "ewr", "relative": False, "mixture": 1.0}
+    plain = {"memory": 0, "discount": 0.0, "contamination": 0.0}
+    fixed = {"method": "ewr", "relative": False, "mixture": 1.0, **plain}
     assert noise_tables.settings_of("sinkhorn-0") == {**fixed, "coupling": "sinkhorn", "epsilon": 0}
     printed = noise_tables.settings_of("gaussian-printed-10")
     assert printed == {**fixed, "coupling": "gaussian-printed", "epsilon": 10}
     assert noise_tables.settings_of("sinkhorn-inf")["epsilon"] == math.inf
     assert noise_tables.settings_of("relative-0.1")["relative"] is True
+    assert noise_tables.settings_of("lr-memory") == {"method": "lr", "memory": 100}
+    assert noise_tables.settings_of("wf") == {"method": "wf"}
 
 
 # --- which cells --------------------------------------------------------------------------------
@@ -202,7 +205,7 @@ def test_analog_noise_has_a_clean_run_too():
     [
         (["--networks", "efficientnet-lite0"], ["'efficientnet-lite0'", "resnet20, mlpnet"]),
         (["--protocols", "trained"], ["'trained'", "resnet20: untrained, authors"]),
-        (["--methods", "wf"], ["'wf'", "lr, ewr, or one of sinkhorn"]),
+        (["--methods", "wanda"], ["'wanda'", "lr, ewr, lr-memory", "or one of sinkhorn"]),
         (["--methods", "sinkhorn-"], ["'sinkhorn-'", "sinkhorn-10"]),
         (["--methods", "gaussian--1"], ["'gaussian--1'"]),
         (["--noise-kind", "salt"], ["--noise-kind 'salt'", "input, gradient-entries"]),

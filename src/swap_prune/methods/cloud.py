@@ -25,8 +25,8 @@ from swap_prune.regression import COLUMN_BLOCK, SupportRidge
 
 # Rows with a norm below this quantile have the same mass: norms may be zero.
 EQUAL_BELOW = 0.2
-# Mass of what is remembered, while its gradients are as large as the fresh ones (docs/noise.md).
-SHARE = 0.5
+# Mass of what is remembered; the fresh rows have the rest (docs/noise.md).
+SHARE = 0.35
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,13 @@ class RowMemory:
         n, p = gradients.shape
         if self.rows is None and self.discount == 0:
             return Cloud(gradients, torch.ones(n, dtype=torch.float64), n)
-        squares = _squared_norms(gradients.rows(), w_bar != 0)
-        masses = _discounted(squares.sqrt(), self.discount)
+        masses = _discounted(_norms(gradients.rows(), w_bar != 0), self.discount)
         if self.rows is None:
             roots = (n * masses).sqrt()
             return Cloud(StackedGradients([gradients], [roots]), roots, n)
-        # Old gradients far smaller than the new ones are of another model.
-        size, old_size = float(masses @ squares), float(self.rows.double().square().sum())
-        share = SHARE * min(1.0, old_size / size) if size > 0 else SHARE
         total = n + len(self.rows)
-        roots = ((1 - share) * total * masses).sqrt()
-        remembered = math.sqrt(share * total)
+        roots = ((1 - SHARE) * total * masses).sqrt()
+        remembered = math.sqrt(SHARE * total)
         block = _OnSupport(self.rows, self.support, p)
         scales = [roots, torch.full_like(self.ones, remembered)]
         ones = torch.cat([roots, remembered * self.ones])
@@ -122,14 +118,11 @@ class RowMemory:
             self.ones = tensors["ones"]
 
 
-def _squared_norms(rows: Tensor, present: Tensor) -> Tensor:
-    """The squared norms (n,) of `rows` (n, p) over the columns that are `present` (p,)."""
+def _norms(rows: Tensor, present: Tensor) -> Tensor:
+    """The norms (n,) of `rows` (n, p) over the columns that are `present` (p,)."""
     parts = zip(rows.split(COLUMN_BLOCK, dim=1), present.split(COLUMN_BLOCK), strict=True)
-    return (
-        torch.stack([block.square() @ part.to(block.dtype) for block, part in parts])
-        .double()
-        .sum(0)
-    )
+    squares = [block.square() @ part.to(block.dtype) for block, part in parts]
+    return torch.stack(squares).double().sum(0).sqrt()
 
 
 def _discounted(norms: Tensor, discount: float) -> Tensor:

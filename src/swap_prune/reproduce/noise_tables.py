@@ -27,6 +27,7 @@ from swap_prune.errors import InputError
 from swap_prune.recipe import Recipe
 from swap_prune.reproduce import common
 from swap_prune.reproduce.common import MISSING, Table, check_seeds, choose, with_interval
+from swap_prune.settings import DISCOUNT, MEMORY_ROWS, METHODS
 
 NETWORKS = ("resnet20", "mlpnet", "efficientnet-lite0")
 PROTOCOLS = {
@@ -35,15 +36,25 @@ PROTOCOLS = {
 }
 RECIPES = common.RECIPES / "noise"
 CONFIDENCE = 0.9
+# Methods by name: those of `prune`, and LR with one of the parts of EWR, to see what it is worth.
+NAMED: dict[str, dict[str, Any]] = {
+    **{name: {"method": name} for name in ("lr", "ewr")},
+    "lr-memory": {"method": "lr", "memory": MEMORY_ROWS},
+    "lr-discount": {"method": "lr", "discount": DISCOUNT},
+    "lr-contamination": {"method": "lr", "contamination": "auto"},
+    **{name: {"method": name} for name in METHODS if name not in ("lr", "ewr")},
+}
 # A variant of EWR is one of these and its epsilon, as in "gaussian-10": a fixed transport plan
-# without LR in the mixture, as the paper has it.
+# without LR in the mixture, masses or memory, as the paper has it.
 VARIANTS: dict[str, dict[str, Any]] = {
     "sinkhorn": {"coupling": "sinkhorn", "relative": False},
     "relative": {"coupling": "sinkhorn", "relative": True},
     "gaussian": {"coupling": "gaussian", "relative": False},
     "gaussian-printed": {"coupling": "gaussian-printed", "relative": False},
 }
-METHODS_ACCEPTED = f"lr, ewr, or one of {', '.join(VARIANTS)} with an epsilon as in sinkhorn-10"
+METHODS_ACCEPTED = (
+    f"{', '.join(NAMED)}, or one of {', '.join(VARIANTS)} with an epsilon as in sinkhorn-10"
+)
 # The closed form has no part in the limits 0 and infinity, where the plan is known.
 ABLATION = (
     *("lr", "ewr", "sinkhorn-0", "sinkhorn-1", "sinkhorn-2", "sinkhorn-10", "sinkhorn-100"),
@@ -145,8 +156,8 @@ def settings_of(method: str) -> dict[str, Any]:
     Raises:
         InputError: there is no such method.
     """
-    if method in ("lr", "ewr"):
-        return {"method": method}
+    if method in NAMED:
+        return NAMED[method]
     name, _, number = method.rpartition("-")
     try:
         epsilon = float(number)
@@ -154,15 +165,16 @@ def settings_of(method: str) -> dict[str, Any]:
         epsilon = math.nan
     if name not in VARIANTS or not epsilon >= 0:
         raise InputError(f"method {method!r} is unknown; accepted are {METHODS_ACCEPTED}")
-    return {"method": "ewr", **VARIANTS[name], "epsilon": epsilon, "mixture": 1.0}
+    plain = {"memory": 0, "discount": 0.0, "contamination": 0.0}
+    return {"method": "ewr", **VARIANTS[name], "epsilon": epsilon, "mixture": 1.0, **plain}
 
 
 def _method_order(method: str) -> tuple[int, float]:
-    if method in ("lr", "ewr"):
-        return ("lr", "ewr").index(method), 0.0
+    if method in NAMED:
+        return list(NAMED).index(method), 0.0
     settings_of(method)
     name, _, number = method.rpartition("-")
-    return 2 + list(VARIANTS).index(name), float(number)
+    return len(NAMED) + list(VARIANTS).index(name), float(number)
 
 
 def plan_noises(
