@@ -1,0 +1,107 @@
+"""The accuracy that noise costs, by kind of noise and method, as JSON and as a table.
+
+    python -m benchmarks.robustness --networks mlpnet resnet20 --seeds 3
+
+A quarter of the calibration is noisy; 15 stages to sparsity 0.9 with 1,000 rows of one sample, no
+training, test images. Clean and noisy runs of a seed see the same samples. Needs data sets and
+checkpoints as `benchmarks.accuracy`. Every finished run is written at once and never run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.accuracy import NETWORKS
+from swap_prune import data, evaluate, models, prune
+
+SETTINGS: dict[str, Any] = {
+    "sparsity": 0.9, "stages": 15, "samples": 1000, "samples_per_row": 1, "held_out": 500,
+}  # fmt: skip
+NOISES: dict[str, dict[str, Any] | None] = {
+    "clean": None,
+    "input": {"kind": "input", "fraction": 0.25, "level": 1.0},
+    "gradient-entries": {"kind": "gradient-entries", "fraction": 0.25, "level": 1.0},
+    "gradient-rows": {"kind": "gradient-rows", "fraction": 0.25, "level": 1.0},
+    "labels": {"kind": "labels", "fraction": 0.25},
+    "analog": {"kind": "analog", "level": 0.25},
+    "adversarial": {"kind": "adversarial", "fraction": 0.25, "level": 5.0},
+}
+METHODS = ("lr", "ewr")
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--networks", nargs="+", choices=("mlpnet", "resnet20"), default=["mlpnet"])
+    parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/robustness.json"))
+    options = parser.parse_args()
+    runs = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
+    done = {(run["network"], run["noise"], run["method"], run["seed"]) for run in runs}
+    wanted = [
+        (network, noise, method, seed)
+        for network in options.networks
+        for seed in range(options.seeds)
+        for noise in options.noises
+        for method in METHODS
+    ]
+    tasks: dict[str, Any] = {}
+    for cell in tqdm([cell for cell in wanted if cell not in done], unit="run"):
+        network, noise, method, seed = cell
+        if network not in tasks:
+            model = models.build(network)
+            models.load_weights(model, options.checkpoints / NETWORKS[network]["weights"])
+            tasks[network] = model, data.load(NETWORKS[network]["data"])
+        model, splits = tasks[network]
+        include = models.PRUNABLE.get(network)
+        settings = {**SETTINGS, "method": method, "noise": NOISES[noise], "seed": seed}
+        result = prune(model, splits.train, include=include, **settings)
+        score = evaluate(result.model, splits.test)
+        figures = {"top1": score.top1, "loss": score.loss, "seconds": result.seconds["total"]}
+        names = dict(zip(("network", "noise", "method", "seed"), cell, strict=True))
+        runs.append({**names, **figures, "settings": result.settings})
+        machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
+    for network in options.networks:
+        print(table(network, [run for run in runs if run["network"] == network]))
+
+
+def table(network: str, runs: list[dict[str, Any]]) -> str:
+    """Top-1 by noise and method, and the points that the noise cost, mean over paired seeds."""
+    by_cell = {(run["noise"], run["method"], run["seed"]): run for run in runs}
+    lines = [f"| {network} | LR | EWR | LR lost | EWR lost | LR loss | EWR loss | seeds |"]
+    lines.append("|---|" + "---|" * 7)
+    for noise in NOISES:
+        seeds = [
+            seed
+            for seed in sorted({run["seed"] for run in runs})
+            if all((n, m, seed) in by_cell for n in (noise, "clean") for m in METHODS)
+        ]
+        if not seeds:
+            continue
+        top1, lost, loss = [], [], []
+        for method in METHODS:
+            scores = [by_cell[noise, method, seed] for seed in seeds]
+            clean = statistics.mean(by_cell["clean", method, seed]["top1"] for seed in seeds)
+            top1.append(statistics.mean(run["top1"] for run in scores))
+            loss.append(statistics.mean(run["loss"] for run in scores))
+            lost.append(clean - top1[-1])
+        entries = [f"{value:.2f}" for value in (*top1, *lost)]
+        entries += [f"{value:.3f}" for value in loss]
+        lines.append(f"| {noise} | {' | '.join(entries)} | {len(seeds)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
