@@ -31,7 +31,7 @@ TRANSPORT_GAIN = 0.05
 # noise that a bold step brings is averaged away by the stages that follow (docs/choices.md).
 BOLDNESS = 3.0
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
-EPSILONS = (0.01, 0.1, 1.0)
+EPSILONS = (0.1, 0.01, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
 
 
@@ -139,21 +139,23 @@ class WassersteinRegression(Method):
         self, ridge: SupportRidge, cloud: Cloud, y: Tensor, trial: _Trial, lr: Candidate
     ) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""
-        solve = self._solve_exact if self.derivative == "exact" else self._solve_printed
+        method = self._solve_exact if self.derivative == "exact" else self._solve_printed
+
+        def solve(epsilon: float, mixture: float) -> Candidate:
+            return method(ridge, cloud, y, lr, epsilon, mixture)
+
         epsilons = EPSILONS if self.epsilon == "auto" else (self.epsilon,)
         mixtures = MIXTURES if self.mixture == "auto" else (self.mixture,)
-        best = trial.best(
-            [solve(ridge, cloud, y, lr, epsilon, mixtures[0]) for epsilon in epsilons]
-        )
+        best = solve(epsilons[0], mixtures[0])
         if self.mixture == "auto":
-            epsilon = best.settings["epsilon"]
-            others = [solve(ridge, cloud, y, lr, epsilon, mixture) for mixture in mixtures[1:]]
-            unmixed = {"epsilon": epsilon, "mixture": 0.0}
+            unmixed = {"epsilon": epsilons[0], "mixture": 0.0}
             untouched = Candidate(lr.v, lr.settings | unmixed, lr.loss)
-            best = trial.best([best, *others])
+            # One look a stage: only where transport pays at all are the others worth their time.
             if not trial.improves(best, untouched, TRANSPORT_GAIN):
-                best = untouched
-        return best
+                return untouched
+        best = trial.best([best, *(solve(epsilon, mixtures[0]) for epsilon in epsilons[1:])])
+        epsilon = best.settings["epsilon"]
+        return trial.best([best, *(solve(epsilon, mixture) for mixture in mixtures[1:])])
 
     def _solve_exact(
         self,
