@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from swap_prune import InputError, prune
 from swap_prune.gradients import DenseGradients, StackedGradients
-from swap_prune.methods.cloud import SHARE, RowMemory, _discounted, _norms
+from swap_prune.methods.cloud import SHARE, RowMemory, _discounted
 from swap_prune.regression import SupportRidge
 from test_pruning import QUICK, network, samples, trained
 
@@ -15,7 +15,7 @@ def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 
 def remember(memory: RowMemory, rows: torch.Tensor, w: torch.Tensor):
-    cloud = memory.cloud(DenseGradients(rows), w)
+    cloud = memory.cloud(DenseGradients(rows))
     memory.keep(cloud, SupportRidge(cloud.gradients, w, w.nonzero().flatten()))
     return cloud
 
@@ -79,10 +79,8 @@ def test_a_summary_keeps_the_mean_and_the_largest_curvatures():
 
 def test_no_memory_hands_the_rows_on():
     memory, rows = RowMemory(0, 0.0), DenseGradients(matrix(4, 6, 0))
-    assert memory.cloud(rows, torch.ones(6)).gradients is rows
-    memory.keep(
-        memory.cloud(rows, torch.ones(6)), SupportRidge(rows, torch.ones(6), torch.arange(6))
-    )
+    assert memory.cloud(rows).gradients is rows
+    memory.keep(memory.cloud(rows), SupportRidge(rows, torch.ones(6), torch.arange(6)))
     assert memory.tensors() == {}
 
 
@@ -90,7 +88,7 @@ def test_columns_that_were_cut_are_not_missed():
     w = torch.tensor([1.0, 0.0, 1.0, 1.0])
     memory = RowMemory(5, 0.0)
     remember(memory, matrix(3, 4, 0), w)
-    cloud = memory.cloud(DenseGradients(matrix(3, 4, 1)), w)
+    cloud = memory.cloud(DenseGradients(matrix(3, 4, 1)))
     later = cloud.gradients.columns(torch.tensor([0, 3])).rows()
     torch.testing.assert_close(later, cloud.gradients.rows()[:, [0, 3]])
     assert bool((cloud.gradients.rows()[3:, 1] == 0).all())
@@ -111,16 +109,14 @@ def test_memory_is_a_setting_of_the_regressions():
 @given(n=st.integers(1, 30), discount=st.floats(0, 2), seed=st.integers(0, 99))
 def test_masses_fall_with_the_norm_and_sum_to_one(n, discount, seed):
     rows = matrix(n, 5, seed) * torch.logspace(-20, 6, n)[:, None]
-    present = torch.tensor([True, True, False, True, False])
-    norms = _norms(rows, present)
-    torch.testing.assert_close(norms.float(), rows[:, present].norm(dim=1))
+    norms = rows.norm(dim=1).double()
     masses = _discounted(norms, discount)
     assert float(masses.sum()) == pytest.approx(1)
     in_order = masses[norms.argsort()]
     assert bool((in_order.diff() <= 1e-12).all())
     if discount == 0:
         assert masses.tolist() == pytest.approx([1 / n] * n)
-    cloud = RowMemory(0, discount).cloud(DenseGradients(rows), present.float())
+    cloud = RowMemory(0, discount).cloud(DenseGradients(rows))
     torch.testing.assert_close(cloud.masses, masses)
     weighted = (masses[:, None] * rows.double()).sum(0)
     torch.testing.assert_close(
@@ -129,7 +125,7 @@ def test_masses_fall_with_the_norm_and_sum_to_one(n, discount, seed):
 
 
 def test_zero_rows_have_masses_too():
-    masses = RowMemory(0, 0.5).cloud(DenseGradients(torch.zeros(4, 3)), torch.ones(3)).masses
+    masses = RowMemory(0, 0.5).cloud(DenseGradients(torch.zeros(4, 3))).masses
     assert masses.tolist() == pytest.approx([0.25] * 4)
 
 
@@ -137,7 +133,7 @@ def test_values_without_masses_come_back():
     rows = matrix(6, 5, 0)
     memory, w = RowMemory(4, 0.5), torch.ones(5)
     remember(memory, rows, w)
-    cloud = memory.cloud(DenseGradients(rows), w)
+    cloud = memory.cloud(DenseGradients(rows))
     y = (cloud.gradients @ w).double()
     torch.testing.assert_close(cloud.unscaled(y).float(), rows @ w)
     torch.testing.assert_close(cloud.rescaled(cloud.unscaled(y), y), y)

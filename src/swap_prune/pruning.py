@@ -143,7 +143,8 @@ def prune(
             derivative: "exact", or "printed" as in the paper.
             selection: "saliency" or "iht".
             alternations: transport and regression in turn, this many times a stage (3).
-            memory: rows that stand for those of earlier stages (100 for "ewr", 0 for "lr").
+            memory: rows that stand for those of earlier stages (for "ewr" 100, or 50 where a stage
+                has more than 500 of its own; 0 for "lr").
             discount: a row's mass falls with its norm to this power (0.5 for "ewr"), or all rows
                 have the same (0, for "lr").
             contamination: fraction of wrong labels to reckon with: samples count as far as their

@@ -19,8 +19,9 @@ COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
 # At most this many samples are held out, and at most this fraction of the data.
 HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
-# Rows that stand for those of earlier stages.
+# Rows that stand for those of earlier stages; half as many where the fresh ones are plenty.
 MEMORY_ROWS = 100
+PLENTY = 500
 # How fast the mass of a row falls with its norm.
 DISCOUNT = 0.5
 
@@ -150,6 +151,7 @@ def resolve(given: Settings, available: int) -> Settings:
     schedule = given.schedule
     own = isinstance(schedule, (list, tuple))
     stages = given.stages or (len(schedule) if own else 15)
+    remembered = MEMORY_ROWS // 2 if samples > PLENTY else min(MEMORY_ROWS, samples)
     correcting = given.correcting
     if correcting is None:
         correcting = 2 * stages // 5 if given.method in REGRESSIONS and not own else 0
@@ -158,7 +160,7 @@ def resolve(given: Settings, available: int) -> Settings:
         stages=stages,
         schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
         correcting=correcting,
-        memory=_of_clouds(given, "memory", min(MEMORY_ROWS, samples)),
+        memory=_of_clouds(given, "memory", remembered),
         discount=_of_clouds(given, "discount", DISCOUNT),
         contamination=contamination,
         samples=samples,

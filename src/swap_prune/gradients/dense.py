@@ -15,11 +15,11 @@ class DenseGradients(GradientOperator):
         self.matrix = matrix
         self.shape = (matrix.shape[0], matrix.shape[1])
 
-    def columns(self, support: Tensor) -> DenseGradients:
-        """Copy out the columns `support` (s,); all of them are handed on without a copy."""
+    def columns(self, support: Tensor, out: Tensor | None = None) -> DenseGradients:
+        """Copy the columns `support` (s,); all of them are handed on as they are without `out`."""
         if len(support) == self.shape[1]:
-            return self
-        return DenseGradients(self.matrix.index_select(1, support))
+            return self if out is None else DenseGradients(out.copy_(self.matrix))
+        return DenseGradients(torch.index_select(self.matrix, 1, support, out=out))
 
     def gram(self) -> Tensor:
         """`G Gᵀ` (n, n): summed in float32, which is exact to rounding, handed on in float64."""

@@ -31,8 +31,11 @@ class GradientOperator(ABC):
         return Adjoint(self)
 
     @abstractmethod
-    def columns(self, support: Tensor) -> GradientOperator:
-        """`G_S`: the restriction to the columns `support` (s,), sorted indices into p."""
+    def columns(self, support: Tensor, out: Tensor | None = None) -> GradientOperator:
+        """`G_S`: the restriction to the columns `support` (s,), sorted indices into p.
+
+        Written into the matrix `out` (n, s) if given.
+        """
 
     @abstractmethod
     def gram(self) -> Tensor:

@@ -23,11 +23,11 @@ class StackedGradients(GradientOperator):
         self.blocks, self.scales = tuple(blocks), tuple(scale.float() for scale in scales)
         self.shape = (sum(block.shape[0] for block in blocks), blocks[0].shape[1])
 
-    def columns(self, support: Tensor) -> DenseGradients:
-        """Copy out the columns `support` (s,), into one matrix."""
-        matrix = torch.empty(self.shape[0], len(support))
+    def columns(self, support: Tensor, out: Tensor | None = None) -> DenseGradients:
+        """Copy the columns `support` (s,) into one matrix."""
+        matrix = torch.empty(self.shape[0], len(support)) if out is None else out
         for block, scale, part in self._parts(matrix):
-            torch.mul(block.columns(support).rows(), scale[:, None], out=part)
+            block.columns(support, part).rows().mul_(scale[:, None])
         return DenseGradients(matrix)
 
     def gram(self) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from swap_prune.gradients import DenseGradients, GradientOperator, StackedGradients
-from swap_prune.regression import COLUMN_BLOCK, SupportRidge
+from swap_prune.regression import SupportRidge
 
 # Rows with a norm below this quantile have the same mass: norms may be zero.
 EQUAL_BELOW = 0.2
@@ -73,12 +73,13 @@ class RowMemory:
         self.support = torch.empty(0, dtype=torch.long)
         self.ones = torch.empty(0, dtype=torch.float64)
 
-    def cloud(self, gradients: GradientOperator, w_bar: Tensor) -> Cloud:
-        """The fresh rows (n, p) at the weights `w_bar` (p,), and the remembered ones."""
+    def cloud(self, gradients: GradientOperator) -> Cloud:
+        """The fresh rows (n, p) and the remembered ones."""
         n, p = gradients.shape
         if self.rows is None and self.discount == 0:
             return Cloud(gradients, torch.ones(n, dtype=torch.float64), n)
-        masses = _discounted(_norms(gradients.rows(), w_bar != 0), self.discount)
+        norms = torch.linalg.vector_norm(gradients.rows(), dim=1)
+        masses = _discounted(norms.double(), self.discount)
         if self.rows is None:
             roots = (n * masses).sqrt()
             return Cloud(StackedGradients([gradients], [roots]), roots, n)
@@ -118,13 +119,6 @@ class RowMemory:
             self.ones = tensors["ones"]
 
 
-def _norms(rows: Tensor, present: Tensor) -> Tensor:
-    """The norms (n,) of `rows` (n, p) over the columns that are `present` (p,)."""
-    parts = zip(rows.split(COLUMN_BLOCK, dim=1), present.split(COLUMN_BLOCK), strict=True)
-    squares = [block.square() @ part.to(block.dtype) for block, part in parts]
-    return torch.stack(squares).double().sum(0).sqrt()
-
-
 def _discounted(norms: Tensor, discount: float) -> Tensor:
     """Masses (n,), which sum to 1, for rows of these norms (n,)."""
     least = norms.quantile(EQUAL_BELOW).clamp_min(torch.finfo(norms.dtype).tiny)
@@ -140,9 +134,9 @@ class _OnSupport(GradientOperator):
         self.support = support
         self.shape = (len(matrix), p)
 
-    def columns(self, support: Tensor) -> GradientOperator:
+    def columns(self, support: Tensor, out: Tensor | None = None) -> GradientOperator:
         """The columns `support` (s,), which must be among those held."""
-        return self.inner.columns(torch.searchsorted(self.support, support))
+        return self.inner.columns(torch.searchsorted(self.support, support), out)
 
     def gram(self) -> Tensor:
         """`R Rᵀ` (r, r) in float64."""

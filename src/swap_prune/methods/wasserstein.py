@@ -90,7 +90,7 @@ class WassersteinRegression(Method):
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
-        cloud = self._memory.cloud(stage.gradients, stage.w_bar)
+        cloud = self._memory.cloud(stage.gradients)
         y = (cloud.gradients @ stage.w_bar).double()
         ridge = SupportRidge(cloud.gradients, stage.w_bar, self._support(stage, cloud, y))
         trial = _Trial(ridge, stage.held_out_loss)
