@@ -34,6 +34,8 @@ benchmarks: $(VENV)/installed  ## the figures of README and docs, as JSON (many 
 	$(BIN)/python -m benchmarks.sample_complexity
 	$(BIN)/python -m benchmarks.choices --sparsity 0.95 --seeds 1
 	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.robustness --networks mlpnet resnet20
+	$(BIN)/python -m benchmarks.ewr_time
 
 clean:  ## remove the virtual environment and what the demo wrote
 	rm -rf $(VENV) demo-output
