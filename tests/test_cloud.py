@@ -94,6 +94,15 @@ def test_columns_that_were_cut_are_not_missed():
     assert bool((cloud.gradients.rows()[3:, 1] == 0).all())
 
 
+@pytest.mark.parametrize("support", [[0, 1], [0, 4], [1, 2, 3], [1, 4], [0, 1, 2, 3, 4]])
+def test_columns_that_come_back_are_zero_in_memory(support):
+    memory = RowMemory(5, 0.0)
+    remember(memory, matrix(3, 5, 0), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]))
+    gradients = memory.cloud(DenseGradients(matrix(3, 5, 1))).gradients
+    there = gradients.columns(torch.tensor(support)).rows()
+    torch.testing.assert_close(there, gradients.rows()[:, support])
+
+
 def test_memory_is_a_setting_of_the_regressions():
     assert prune(trained(), samples(), sparsity=0.5, **QUICK).settings["memory"] == 20
     lr = prune(trained(), samples(), sparsity=0.5, method="lr", memory=7, **QUICK)
@@ -127,6 +136,14 @@ def test_masses_fall_with_the_norm_and_sum_to_one(n, discount, seed):
 def test_zero_rows_have_masses_too():
     masses = RowMemory(0, 0.5).cloud(DenseGradients(torch.zeros(4, 3))).masses
     assert masses.tolist() == pytest.approx([0.25] * 4)
+
+
+def test_zero_rows_leave_the_others_their_masses():
+    norms = torch.tensor([0.0, 0.0, 0.0, 1.0, 4.0], dtype=torch.float64)
+    masses = _discounted(norms, 0.5)
+    assert float(masses.sum()) == pytest.approx(1)
+    assert bool((masses[:3] == masses[3]).all())
+    assert float(masses[4] / masses[3]) == pytest.approx((1.6 / 4) ** 0.5)
 
 
 def test_values_without_masses_come_back():

@@ -38,6 +38,16 @@ def test_labels_that_are_all_impossible_leave_something():
     assert estimate(torch.full((10,), -1e4), 3) == 0.9
 
 
+@pytest.mark.parametrize("classes", [1, 2, 10])
+def test_a_model_without_preferences_says_nothing_about_its_labels(classes):
+    assert estimate(torch.full((50,), 1 / classes).log(), classes) == 0
+
+
+def test_a_given_fraction_is_in_the_history_of_a_method_that_draws_nothing():
+    result = prune(trained(), samples(), sparsity=0.5, method="magnitude", contamination=0.3)
+    assert result.history[0]["contamination"] == 0.3
+
+
 @settings(max_examples=50, deadline=None)
 @given(eta=st.floats(0, 0.9), seed=st.integers(0, 1000), classes=st.integers(2, 9))
 def test_the_gradient_is_cross_entropy_times_the_probability_of_a_right_label(eta, seed, classes):

@@ -23,6 +23,8 @@ from swap_prune.noise_report import (
     share_of_largest,
     tail_index,
 )
+from swap_prune.pruning import check_memory
+from swap_prune.settings import Settings, resolve
 
 N, P = 60, 2000
 
@@ -274,12 +276,16 @@ def test_each_rule(changes, expected, said):
     assert chosen["samples"] * chosen["samples_per_row"] + chosen["held_out"] <= available
 
 
-def test_rows_that_memory_can_not_hold_are_not_recommended(monkeypatch):
+@pytest.mark.parametrize(("page", "fits"), [(2000, 400), (1000, 62)])
+def test_rows_that_memory_can_not_hold_are_not_recommended(monkeypatch, page, fits):
     report = report_on(rows(), available=100_000)
-    monkeypatch.setattr("os.sysconf", lambda name: 2000)
+    monkeypatch.setattr("os.sysconf", lambda name: page)
     chosen, reasons = recommend(report)
-    assert chosen["samples"] == 2000 * 2000 // (4 * P)
-    assert "memory holds 500 rows" in " ".join(reasons)
+    assert chosen["samples"] == fits
+    assert f"memory holds {fits} rows" in " ".join(reasons)
+    # With the rows that ewr remembers, for which `prune` wants room too.
+    resolved = resolve(Settings(sparsity=0.5, **{**chosen, "method": "ewr"}), 100_000)
+    check_memory(resolved.samples, P, resolved.memory)
 
 
 # --- end to end ---------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ NEGLIGIBLE = 0.01
 # Beyond this nothing would be left to prune by.
 MOST = 0.9
 FIRST_GUESS, ITERATIONS = 0.1, 200
+# Log-likelihood a sample, in nats, that is rounding: less than one float32 can show.
+NO_GAIN = 1e-7
 
 
 def estimate(log_likelihoods: Tensor, classes: int) -> float:
@@ -41,7 +43,9 @@ def estimate(log_likelihoods: Tensor, classes: int) -> float:
     for _ in range(ITERATIONS):
         right = (1 - eta) * likelihoods
         eta = float((1 - right / (right + eta / classes)).mean()) if eta > 0 else 0.0
-    return min(eta, MOST) if eta > NEGLIGIBLE else 0.0
+    gain = torch.log((1 - eta) + eta / classes / likelihoods).mean()
+    # Without a gain, as of a model that states no preference, the first guess means nothing.
+    return min(eta, MOST) if eta > NEGLIGIBLE and gain > NO_GAIN else 0.0
 
 
 def log_likelihoods(output: Tensor, labels: Tensor) -> Tensor:

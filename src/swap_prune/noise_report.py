@@ -12,20 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune import contamination
 from swap_prune import settings as settings_of
 from swap_prune.calibration import Batch, CalibrationStream, Samples
-from swap_prune.calling import call, evaluation_mode
 from swap_prune.errors import InputError
-from swap_prune.evaluation import batch_samples, check_task, cross_entropy
+from swap_prune.evaluation import check_task, cross_entropy, outputs_of
 from swap_prune.gradients import DenseGradients, gradient_rows
 from swap_prune.gradients.rows import Loss
 from swap_prune.prunable import select_weights
 from swap_prune.pruning import check_memory, most_rows, own_copy
 from swap_prune.run_directory import plain
-from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings
+from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, MEMORY_ROWS, Settings
 
 DEFAULT_ROWS = 500
 SPLITS = 20
@@ -401,14 +399,8 @@ def _samples_needed(agreement: float | None, samples_per_row: int) -> int | None
 def _label_noise(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """What a classifier's probabilities say about the labels of a batch."""
     inputs, labels = batch
-    size = batch_samples(inputs)
-    count = tree_leaves(inputs)[0].shape[0]
-    with torch.no_grad(), evaluation_mode(model):
-        outputs = [
-            call(model, tree_map(lambda leaf, start=start: leaf[start : start + size], inputs))
-            for start in range(0, count, size)
-        ]
-    logs = torch.cat(outputs).double().log_softmax(dim=1)
+    outputs = torch.cat([output for _, output in outputs_of(model, inputs)])
+    logs = outputs.double().log_softmax(dim=1)
     classes = logs.shape[1]
     if classes < 2:
         return {}
@@ -445,7 +437,9 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
         return _by_magnitude(report)
     held_out = min(HELD_OUT_SAMPLES, max(1, int(available * HELD_OUT_FRACTION)))
     pool = available - held_out
-    samples = max(1, min(MOST_ROWS, pool, most_rows(report.weights)))
+    held = most_rows(report.weights)
+    # Room for the rows that ewr remembers: so many, or as many as a stage has of its own.
+    samples = max(1, min(MOST_ROWS, pool, max(held // 2, held - MEMORY_ROWS)))
     samples_per_row, about_rows = _choose_samples_per_row(report, pool // samples)
     method, about_method = _choose_method(report, samples)
     chosen = {

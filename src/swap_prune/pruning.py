@@ -143,8 +143,8 @@ def prune(
             derivative: "exact", or "printed" as in the paper.
             selection: "saliency" or "iht".
             alternations: transport and regression in turn, this many times a stage (3).
-            memory: rows that stand for those of earlier stages (for "ewr" 100, or 50 where a stage
-                has more than 500 of its own; 0 for "lr").
+            memory: rows that stand for those of earlier stages (for "ewr" as many as a stage has of
+                its own, at most 100, or 50 where it has more than 500; 0 for "lr").
             discount: a row's mass falls with its norm to this power (0.5 for "ewr"), or all rows
                 have the same (0, for "lr").
             contamination: fraction of wrong labels to reckon with: samples count as far as their
@@ -409,9 +409,10 @@ class _Run:
             generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             if number == 1:
                 self._calibrate_noise(batch, indices, generator)
-                self._use_contamination(self._estimate_contamination())
             for noise in self.noises:
                 batch = noise.samples(batch, generator)
+        if number == 1:
+            self._use_contamination(self._estimate_contamination())
         if self.method.needs_gradients and batch is not None:
             self.bar.set_description(f"{where}: gradients")
             with ExitStack() as noisy:

@@ -3,7 +3,9 @@
     DIR/recipe.yaml              what is run from the command line; absent in runs from Python
     DIR/configuration.json       the resolved settings: fixed when the run begins
     DIR/stages/0001.safetensors  the model after step 1, loadable like any other weights
-    DIR/stages/0001.json         history, what the method remembers, checksums; written last
+    DIR/stages/0001.method.safetensors, 0001.optimizer.safetensors
+                                 what a continued run needs besides; of the last two steps only
+    DIR/stages/0001.json         history, where the method's searches begin, checksums; written last
     DIR/model.safetensors        the end
     DIR/result.json              of runs from the command line
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from swap_prune.gradients import DenseGradients, GradientOperator, StackedGradients
 from swap_prune.regression import SupportRidge
 
-# Rows with a norm below this quantile have the same mass: norms may be zero.
+# Rows with a norm below this quantile of those that aren't zero have the same mass.
 EQUAL_BELOW = 0.2
 # Mass of what is remembered; the fresh rows have the rest (docs/noise.md).
 SHARE = 0.35
@@ -121,7 +121,11 @@ class RowMemory:
 
 def _discounted(norms: Tensor, discount: float) -> Tensor:
     """Masses (n,), which sum to 1, for rows of these norms (n,)."""
-    least = norms.quantile(EQUAL_BELOW).clamp_min(torch.finfo(norms.dtype).tiny)
+    present = norms[norms > 0]
+    if not len(present):
+        return torch.full_like(norms, 1 / len(norms))
+    # Of the rows that don't vanish: with a zero as the yardstick, none of them would have a mass.
+    least = present.quantile(EQUAL_BELOW)
     masses = (least / norms.clamp_min(least)) ** discount
     return masses / masses.sum()
 
@@ -135,8 +139,13 @@ class _OnSupport(GradientOperator):
         self.shape = (len(matrix), p)
 
     def columns(self, support: Tensor, out: Tensor | None = None) -> GradientOperator:
-        """The columns `support` (s,), which must be among those held."""
-        return self.inner.columns(torch.searchsorted(self.support, support), out)
+        """The columns `support` (s,); those not held, of weights that came back, are zero."""
+        places = torch.searchsorted(self.support, support).clamp_max(len(self.support) - 1)
+        missing = self.support[places] != support
+        if not bool(missing.any()):
+            return self.inner.columns(places, out)
+        matrix = torch.index_select(self.inner.matrix, 1, places, out=out)
+        return DenseGradients(matrix.masked_fill_(missing, 0.0))
 
     def gram(self) -> Tensor:
         """`R Rᵀ` (r, r) in float64."""
