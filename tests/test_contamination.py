@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from swap_prune import InputError, evaluate, prune
-from swap_prune.contamination import ContaminatedCrossEntropy, estimate, log_likelihoods
+from swap_prune.contamination import (
+    ContaminatedCrossEntropy,
+    estimate,
+    log_likelihoods,
+    significant,
+)
 from test_pruning import QUICK, samples, trained, weights_of
 
 
@@ -40,7 +45,17 @@ def test_labels_that_are_all_impossible_leave_something():
 
 @pytest.mark.parametrize("classes", [1, 2, 10])
 def test_a_model_without_preferences_says_nothing_about_its_labels(classes):
-    assert estimate(torch.full((50,), 1 / classes).log(), classes) == 0
+    assert significant(torch.full((50,), 1 / classes).log(), classes) == 0
+
+
+def test_what_may_be_chance_is_not_contamination():
+    # One held-out sample that the model gets wrong proves nothing, though η = 0.9 fits it best.
+    assert estimate(torch.tensor([-3.0]), 10) == 0.9
+    assert significant(torch.tensor([-3.0]), 10) == 0
+    outputs, labels = calibrated(300, 10, seed=5)
+    assert significant(log_likelihoods(outputs, labels), 10) == 0
+    labels[:100] = torch.randint(10, (100,), generator=torch.Generator().manual_seed(6))
+    assert significant(log_likelihoods(outputs, labels), 10) == pytest.approx(1 / 3, abs=0.1)
 
 
 def test_a_given_fraction_is_in_the_history_of_a_method_that_draws_nothing():

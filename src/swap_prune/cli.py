@@ -94,7 +94,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--derivative", help="exact or printed (default: exact)")
     option("--selection", help="saliency or iht (default: saliency)")
     option("--memory", type=int, help="rows that stand for earlier stages' (ewr: 50 or 100)")
-    option("--discount", type=float, help="power of its norm by which a row's mass falls (0.5)")
+    option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
     option(
         "--contamination",
         type=_number_or_auto,
@@ -187,7 +187,10 @@ def _print_result(result: dict[str, Any], out: Path) -> None:
 
 
 def _number_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto") from error
 
 
 def _schedule(text: str) -> str | tuple[float, ...]:

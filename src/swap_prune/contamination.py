@@ -27,8 +27,8 @@ NEGLIGIBLE = 0.01
 # Beyond this nothing would be left to prune by.
 MOST = 0.9
 FIRST_GUESS, ITERATIONS = 0.1, 200
-# Log-likelihood a sample, in nats, that is rounding: less than one float32 can show.
-NO_GAIN = 1e-7
+# Log-likelihood, in nats, below which η may be chance: the likelihood ratio test at 5%, one-sided.
+LEAST_GAIN = 1.35
 
 
 def estimate(log_likelihoods: Tensor, classes: int) -> float:
@@ -43,9 +43,21 @@ def estimate(log_likelihoods: Tensor, classes: int) -> float:
     for _ in range(ITERATIONS):
         right = (1 - eta) * likelihoods
         eta = float((1 - right / (right + eta / classes)).mean()) if eta > 0 else 0.0
-    gain = torch.log((1 - eta) + eta / classes / likelihoods).mean()
-    # Without a gain, as of a model that states no preference, the first guess means nothing.
-    return min(eta, MOST) if eta > NEGLIGIBLE and gain > NO_GAIN else 0.0
+    return min(eta, MOST) if eta > NEGLIGIBLE else 0.0
+
+
+def likelihood_gain(log_likelihoods: Tensor, eta: float, classes: int) -> float:
+    """By how much η explains the labels better than η = 0: log-likelihood, in nats."""
+    likelihoods = log_likelihoods.double().exp()
+    mixture = torch.log((1 - eta) * likelihoods + eta / classes)
+    # EM stops a little short of the maximum, where the gain is not negative.
+    return max(0.0, float((mixture - log_likelihoods).sum()))
+
+
+def significant(log_likelihoods: Tensor, classes: int) -> float:
+    """The maximum-likelihood η where it is more than chance, else 0."""
+    eta = estimate(log_likelihoods, classes)
+    return eta if likelihood_gain(log_likelihoods, eta, classes) > LEAST_GAIN else 0.0
 
 
 def log_likelihoods(output: Tensor, labels: Tensor) -> Tensor:

@@ -43,8 +43,6 @@ MOST_SAMPLES_PER_ROW = 16
 MOST_ROWS = 1000
 FEW_ROWS = 200
 LEAST_CONTAMINATION = 0.02
-# In nats over all samples: likelihood ratio test of η = 0 at 5%, one-sided as η can't be negative.
-LEAST_GAIN = 1.35
 # Below it the expected squared norm is infinite: what the regression fits never settles.
 LEAST_TAIL_INDEX = 2.0
 
@@ -407,12 +405,10 @@ def _label_noise(model: nn.Module, batch: Batch) -> dict[str, Any]:
     largest, choice = logs.max(dim=1)
     likelihoods = logs.gather(1, labels.long()[:, None]).flatten()
     eta = contamination.estimate(likelihoods, classes)
-    mixture = torch.log((1 - eta) * likelihoods.exp() + eta / classes)
     return {
         "classes": classes,
         "contamination": eta,
-        # EM stops a little short of η = 0, where the gain is 0.
-        "contamination_gain": max(0.0, float((mixture - likelihoods).sum())),
+        "contamination_gain": contamination.likelihood_gain(likelihoods, eta, classes),
         "observed_error": float((choice != labels).double().mean()),
         "expected_error": float((1 - largest.exp()).mean()),
     }
@@ -471,7 +467,8 @@ def _by_magnitude(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]
 def _choose_method(report: NoiseReport, samples: int) -> tuple[str, list[str]]:
     reasons = []
     eta, gain = report.contamination, report.contamination_gain
-    if eta is not None and gain is not None and eta > LEAST_CONTAMINATION and gain > LEAST_GAIN:
+    least = contamination.LEAST_GAIN
+    if eta is not None and gain is not None and eta > LEAST_CONTAMINATION and gain > least:
         reasons.append(
             f"The contamination of the labels is {eta:.3f} (above {LEAST_CONTAMINATION}): "
             "ewr, whose masses discount mislabelled samples."

@@ -145,8 +145,7 @@ def prune(
             alternations: transport and regression in turn, this many times a stage (3).
             memory: rows that stand for those of earlier stages (for "ewr" as many as a stage has of
                 its own, at most 100, or 50 where it has more than 500; 0 for "lr").
-            discount: a row's mass falls with its norm to this power (0.5 for "ewr"), or all rows
-                have the same (0, for "lr").
+            discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             contamination: fraction of wrong labels to reckon with: samples count as far as their
                 labels are likely to be right; or "auto", estimated on held-out samples with the
                 model as given (the default of "ewr"; 0 for the others).
@@ -306,6 +305,7 @@ class _Run:
             "targets_sha256": fingerprint(tensors),
             "calibration_samples": len(self.stream.source),
             "training_samples": len(self.training_indices),
+            "test_samples": None if self.test_data is None else len(self.test_data),
         }
 
     def rehearse(self) -> None:
@@ -544,7 +544,7 @@ class _Run:
         assert self.held_out is not None
         outputs = torch.cat([output for _, output in outputs_of(self.model, self.held_out[0])])
         likelihoods = contamination_of.log_likelihoods(outputs, self.held_out[1])
-        return contamination_of.estimate(likelihoods, outputs.shape[1])
+        return contamination_of.significant(likelihoods, outputs.shape[1])
 
     def _use_contamination(self, contamination: float) -> None:
         self.contamination = contamination
@@ -638,7 +638,7 @@ def build_method(settings: Settings) -> Method:
         selection=settings.selection,
         alternations=settings.alternations,
         memory=settings.memory or 0,
-        discount=settings.discount or 0.0,
+        discount=settings.discount,
     )
 
 

@@ -22,8 +22,6 @@ HELD_OUT_FRACTION = 0.2
 # Rows that stand for those of earlier stages; half as many where the fresh ones are plenty.
 MEMORY_ROWS = 100
 PLENTY = 500
-# How fast the mass of a row falls with its norm.
-DISCOUNT = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Settings:
     selection: str = "saliency"
     alternations: int = 3
     memory: int | None = None
-    discount: float | None = None
+    discount: float = 0.0
     contamination: float | Auto | None = None
     per_layer: bool = False
     batchnorm: str = "auto"
@@ -107,8 +105,7 @@ def check(settings: Settings) -> None:
         unset = value is None and Settings.__dataclass_fields__[name].default is None
         if value != "auto" and not unset:
             _check_number(name, value, f"{described}, or 'auto'", accepts)
-    if settings.discount is not None:
-        _check_number("discount", settings.discount, "a number in [0, 2]", lambda v: 0 <= v <= 2)
+    _check_number("discount", settings.discount, "a number in [0, 2]", lambda v: 0 <= v <= 2)
 
 
 def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
@@ -119,6 +116,12 @@ def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
 
 def resolve(given: Settings, available: int) -> Settings:
     """Fill in what depends on the amount of data; raise when there is too little of it."""
+    for name in ("memory", "discount"):
+        if getattr(given, name) and given.method not in REGRESSIONS:
+            raise InputError(
+                f"{name}={getattr(given, name)} has no part in method={given.method!r}; "
+                f"{' and '.join(REGRESSIONS)} have it"
+            )
     asked = (given.samples or 1) * (given.samples_per_row or 1)
     held_out = given.held_out
     if held_out is None:
@@ -151,7 +154,6 @@ def resolve(given: Settings, available: int) -> Settings:
     schedule = given.schedule
     own = isinstance(schedule, (list, tuple))
     stages = given.stages or (len(schedule) if own else 15)
-    remembered = MEMORY_ROWS // 2 if samples > PLENTY else min(MEMORY_ROWS, samples)
     correcting = given.correcting
     if correcting is None:
         correcting = 2 * stages // 5 if given.method in REGRESSIONS and not own else 0
@@ -160,8 +162,7 @@ def resolve(given: Settings, available: int) -> Settings:
         stages=stages,
         schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
         correcting=correcting,
-        memory=_of_clouds(given, "memory", remembered),
-        discount=_of_clouds(given, "discount", DISCOUNT),
+        memory=_memory(given, samples),
         contamination=contamination,
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),
@@ -171,17 +172,12 @@ def resolve(given: Settings, available: int) -> Settings:
     )
 
 
-def _of_clouds(given: Settings, name: str, default: Any) -> Any:
-    """A setting of the cloud of rows: EWR's has a default, LR's is plain unless told otherwise."""
-    value = getattr(given, name)
-    if value is None:
-        return default if given.method == "ewr" else type(default)(0)
-    if value and given.method not in REGRESSIONS:
-        raise InputError(
-            f"{name}={value} has no part in method={given.method!r}; "
-            f"{' and '.join(REGRESSIONS)} have it"
-        )
-    return value
+def _memory(given: Settings, samples: int) -> int:
+    """How many rows of earlier stages are remembered."""
+    if given.memory is None:
+        few = MEMORY_ROWS // 2 if samples > PLENTY else min(MEMORY_ROWS, samples)
+        return few if given.method == "ewr" else 0
+    return given.memory
 
 
 def _selectors(name: str, given: Any) -> tuple[Selector, ...]:

@@ -27,7 +27,7 @@ from swap_prune.errors import InputError
 from swap_prune.recipe import Recipe
 from swap_prune.reproduce import common
 from swap_prune.reproduce.common import MISSING, Table, check_seeds, choose, with_interval
-from swap_prune.settings import DISCOUNT, MEMORY_ROWS, METHODS
+from swap_prune.settings import MEMORY_ROWS, METHODS
 
 NETWORKS = ("resnet20", "mlpnet", "efficientnet-lite0")
 PROTOCOLS = {
@@ -40,7 +40,7 @@ CONFIDENCE = 0.9
 NAMED: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in ("lr", "ewr")},
     "lr-memory": {"method": "lr", "memory": MEMORY_ROWS},
-    "lr-discount": {"method": "lr", "discount": DISCOUNT},
+    "lr-discount": {"method": "lr", "discount": 0.5},
     "lr-contamination": {"method": "lr", "contamination": "auto"},
     **{name: {"method": name} for name in METHODS if name not in ("lr", "ewr")},
 }
@@ -165,7 +165,7 @@ def settings_of(method: str) -> dict[str, Any]:
         epsilon = math.nan
     if name not in VARIANTS or not epsilon >= 0:
         raise InputError(f"method {method!r} is unknown; accepted are {METHODS_ACCEPTED}")
-    plain = {"memory": 0, "discount": 0.0, "contamination": 0.0}
+    plain = {"memory": 0, "contamination": 0.0}
     return {"method": "ewr", **VARIANTS[name], "epsilon": epsilon, "mixture": 1.0, **plain}
 
 
