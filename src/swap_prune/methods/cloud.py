@@ -1,12 +1,12 @@
 """The cloud of rows that a stage fits, and the masses of its points.
 
-LR gives each of its n rows the mass 1/n. EWR's masses say how far a row is to be trusted:
+LR gives each of its n rows the mass 1/n. Masses say how far a row is to be trusted:
 
-* Gradients have heavy tails, and the largest are the noisiest: a row's mass falls with its norm,
-  `mass ∝ ‖g‖^-discount`, for all rows but the smallest fifth.
 * A stage's rows are few, and gradients change little from one stage to the next. So rows of the
-  stages before are in the cloud too, summarised, with a share of the mass that falls geometrically
-  from stage to stage. No gradient is taken for it.
+  stages before are in EWR's cloud too, summarised, with a share of the mass that falls
+  geometrically from stage to stage. No gradient is taken for it.
+* With a `discount` a row's mass falls with its norm, `mass ∝ ‖g‖^-discount`, for all rows but the
+  smallest fifth.
 
 The summary of N rows A is `BᵀA` with orthonormal B (N, r): the directions in which the rows have
 most of their curvature, and the one that keeps their mean, which the first-order term needs.
