@@ -39,3 +39,13 @@ def _load_or_skip(name: str) -> data.Splits:
         return data.load(name)
     except InputError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A directory with files named as the weights of three networks."""
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    for name in ("mlpnet_mnist.safetensors", "resnet20.safetensors", "resnet50.safetensors"):
+        (directory / name).touch()
+    return directory

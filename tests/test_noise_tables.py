@@ -33,16 +33,6 @@ def run(table: str, *arguments: object) -> None:
 
 
 @pytest.fixture
-def weights(tmp_path):
-    """A directory with files named as the weights of two networks."""
-    directory = tmp_path / "weights"
-    directory.mkdir()
-    for name in ("mlpnet_mnist.safetensors", "resnet20.safetensors"):
-        (directory / name).touch()
-    return directory
-
-
-@pytest.fixture
 def runs(monkeypatch):
     """What was run, by a stand-in whose loss is LR's 1, 2, 3 by seed, and EWR's 0.1 less or so."""
     log = []

@@ -27,16 +27,6 @@ def run(*arguments: object) -> None:
 
 
 @pytest.fixture
-def weights(tmp_path):
-    """A directory with files named as the weights of two networks."""
-    directory = tmp_path / "weights"
-    directory.mkdir()
-    for name in ("mlpnet_mnist.safetensors", "resnet20.safetensors", "resnet50.safetensors"):
-        (directory / name).touch()
-    return directory
-
-
-@pytest.fixture
 def runs(monkeypatch):
     """What was run, by a stand-in for `experiment` whose top-1 is 94, 95, 96 by seed."""
     log = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class WassersteinRegression(Method):
             )
             self._damping = solution.settings["damping"]
         if self.coupling != "identity" and cut:
-            solution = self._transport(ridge, cloud, y, trial, solution)
+            solution = self._transport(_Problem(ridge, cloud, y, solution), trial)
         if self.first_order != 0:
             bold = cut and stage.remaining > 0
             shift = cloud.ones / stage.samples_per_row
@@ -135,15 +136,10 @@ class WassersteinRegression(Method):
         damping = SELECTION_DAMPING * everything.mean_curvature()
         return stage.budget.select(everything.saliency(y, damping or FIRST_DAMPING))
 
-    def _transport(
-        self, ridge: SupportRidge, cloud: Cloud, y: Tensor, trial: _Trial, lr: Candidate
-    ) -> Candidate:
+    def _transport(self, problem: _Problem, trial: _Trial) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""
         method = self._solve_exact if self.derivative == "exact" else self._solve_printed
-
-        def solve(epsilon: float, mixture: float) -> Candidate:
-            return method(ridge, cloud, y, lr, epsilon, mixture)
-
+        solve, lr = partial(method, problem), problem.lr
         epsilons = EPSILONS if self.epsilon == "auto" else (self.epsilon,)
         mixtures = MIXTURES if self.mixture == "auto" else (self.mixture,)
         best = solve(epsilons[0], mixtures[0])
@@ -157,19 +153,12 @@ class WassersteinRegression(Method):
         epsilon = best.settings["epsilon"]
         return trial.best([best, *(solve(epsilon, mixture) for mixture in mixtures[1:])])
 
-    def _solve_exact(
-        self,
-        ridge: SupportRidge,
-        cloud: Cloud,
-        y: Tensor,
-        lr: Candidate,
-        epsilon: float,
-        mixture: float,
-    ) -> Candidate:
+    def _solve_exact(self, problem: _Problem, epsilon: float, mixture: float) -> Candidate:
         """Alternate transport and regression; neither raises the objective (design, section 1).
 
         Fresh rows are transported; remembered ones, no samples any more, stay coupled in pairs.
         """
+        ridge, cloud, y, lr = problem.ridge, problem.cloud, problem.y, problem.lr
         v, potentials, fresh = lr.v, None, cloud.unscaled(y)
         for _ in range(self.alternations):
             plan = transport.couple(
@@ -193,16 +182,9 @@ class WassersteinRegression(Method):
         }
         return Candidate(v, lr.settings | settings)
 
-    def _solve_printed(
-        self,
-        ridge: SupportRidge,
-        cloud: Cloud,
-        y: Tensor,
-        lr: Candidate,
-        epsilon: float,
-        mixture: float,
-    ) -> Candidate:
+    def _solve_printed(self, problem: _Problem, epsilon: float, mixture: float) -> Candidate:
         """The stationary point of the printed gradient: LR on neighbour-averaged rows."""
+        ridge, cloud, y, lr = problem.ridge, problem.cloud, problem.y, problem.lr
         smoother = torch.eye(len(y), dtype=y.dtype)
         smoother[: cloud.fresh, : cloud.fresh] *= 1 - mixture
         smoother[: cloud.fresh, : cloud.fresh] += mixture * transport.smoothing(
@@ -255,6 +237,16 @@ class Candidate:
     v: Tensor
     settings: dict[str, Any]
     loss: float | None = None
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Where transport starts: the regression, its rows, `y = G w_bar` (N,), LR's solution."""
+
+    ridge: SupportRidge
+    cloud: Cloud
+    y: Tensor
+    lr: Candidate
 
 
 @dataclass
