@@ -4,8 +4,8 @@ Two ways, tried in this order:
 
 * **factored**: one forward and one backward pass over a chunk of samples record, for every
   Linear and Conv layer, its input `a` and the gradient `b` of its output; a row's gradient is the
-  sum over samples and positions of `b ⊗ a`, one batched matrix product a layer. This costs what
-  ordinary training costs. Chunks are spread over threads, each with modules of its own around the
+  sum over samples and positions of `b ⊗ a`, a batched matrix product. This costs what ordinary
+  training costs. Chunks are spread over threads, each with modules of its own around the
   same parameters; a chunk is computed by one thread, so rows do not depend on how many there are.
 * **vectorised**: `vmap` of `grad` of the whole model, for what the first can't express (embeddings,
   attention's packed projections, weights used outside their layer, batch not in dimension 0).
@@ -42,8 +42,8 @@ Worker = tuple[nn.Module, Loss]
 Fill = Callable[[nn.Module, PrunableWeights, Any, Any, Loss, Tensor], None]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-# Numbers in the inputs of a chunk: 16 CIFAR images, whose activations stay in a core's cache.
-CHUNK_NUMBERS = 16 * 3 * 32 * 32
+# Numbers in the inputs of a chunk: 32 CIFAR images, whose activations stay in a core's cache.
+CHUNK_NUMBERS = 32 * 3 * 32 * 32
 CHUNK_SAMPLES = (8, 64)
 # Each holds the activations of a chunk.
 MOST_WORKERS = 8
@@ -280,11 +280,12 @@ def _fill_factored(
             if a._version != version:
                 raise NotFactorableError("the layer's input was changed in place")
             part = by_parameter[id(layer.weight)]
-            gradient = _layer_rows(layer, a, b, len(block)).reshape(len(block), -1)
+            place = block[:, part].unflatten(1, layer.weight.shape)
+            gradient = _layer_rows(layer, a, b, len(block))
             if id(layer.weight) in written:
-                block[:, part] += gradient
+                place += gradient
             else:
-                block[:, part] = gradient
+                place.copy_(gradient)
                 written.add(id(layer.weight))
 
         output.register_hook(contribute)
@@ -315,7 +316,7 @@ _FACTORED_FORWARDS = {
 
 
 def _layer_rows(layer: nn.Linear | Convolution, a: Tensor, b: Tensor, rows: int) -> Tensor:
-    """Gradients (rows, ...) of a layer's weight from its inputs `a` and output gradients `b`."""
+    """Gradients (rows, *shape) of a layer's weight from its inputs `a`, output gradients `b`."""
     if isinstance(layer, nn.Linear):
         # Samples of a row and positions inside a sample are summed alike.
         return torch.bmm(
@@ -326,7 +327,10 @@ def _layer_rows(layer: nn.Linear | Convolution, a: Tensor, b: Tensor, rows: int)
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         a, padding = functional.pad(a, _padding(layer), mode=mode), (0,) * (a.ndim - 2)
     if isinstance(layer, nn.Conv2d) and layer.groups == 1 and _is_channels_last(a):
-        return _patch_rows(layer, a, b, cast(tuple[int, int], padding), rows)
+        # Patches of many samples leave the cache, while few calls of a kernel cost nothing.
+        by_line = rows == len(a) or layer.weight[0, 0].numel() == 1
+        fill = _line_rows if by_line else _kernel_rows
+        return fill(layer, a, b, cast(tuple[int, int], padding), rows)
     return _grouped_rows(layer, a, b, padding, rows)
 
 
@@ -334,28 +338,43 @@ def _is_channels_last(a: Tensor) -> bool:
     return a.is_contiguous(memory_format=torch.channels_last)
 
 
-def _patch_rows(
+def _line_rows(
     layer: nn.Conv2d, a: Tensor, b: Tensor, padding: tuple[int, int], rows: int
 ) -> Tensor:
-    """Weight gradients of a convolution on images stored channels last: patches, one product."""
-    high, wide = padding
+    """Weight gradients of a convolution on images stored channels last: a product a kernel line.
+
+    A line's patches are copied; shifted by whole lines of the image they serve the other kernel
+    lines too, as views where the stride is 1 and a row is one sample.
+    """
+    (high, wide), (kernel_h, kernel_w) = padding, layer.kernel_size
+    (step_h, step_w), (spread_h, spread_w) = layer.stride, layer.dilation
     padded = functional.pad(a.permute(0, 2, 3, 1), (0, 0, wide, wide, high, high))
     sample, line, column, channel = padded.stride()
-    (kernel_h, kernel_w), channels = layer.kernel_size, a.shape[1]
-    patches = padded.as_strided(
-        (len(a), *b.shape[2:], kernel_h, kernel_w, channels),
-        (
-            sample,
-            line * layer.stride[0],
-            column * layer.stride[1],
-            line * layer.dilation[0],
-            column * layer.dilation[1],
-            channel,
-        ),
-    ).reshape(rows, -1, kernel_h * kernel_w * channels)
-    outputs = b.permute(0, 2, 3, 1).reshape(rows, -1, b.shape[1])
-    product = torch.bmm(outputs.transpose(1, 2), patches)
-    return product.view(rows, b.shape[1], kernel_h, kernel_w, channels).permute(0, 1, 4, 2, 3)
+    outputs_h, outputs_w = b.shape[2:]
+    lines = padded.as_strided(
+        (len(a), padded.shape[1], outputs_w, kernel_w, a.shape[1]),
+        (sample, line, column * step_w, column * spread_w, channel),
+    ).contiguous()
+    outputs = b.permute(0, 2, 3, 1).reshape(rows, -1, b.shape[1]).transpose(1, 2)
+    product = a.new_empty(kernel_h, rows, b.shape[1], kernel_w * a.shape[1])
+    for i in range(kernel_h):
+        first = i * spread_h
+        shifted = lines[:, first : first + step_h * (outputs_h - 1) + 1 : step_h]
+        torch.bmm(outputs, shifted.reshape(rows, -1, product.shape[3]), out=product[i])
+    return product.unflatten(3, (kernel_w, a.shape[1])).permute(1, 2, 4, 0, 3)
+
+
+def _kernel_rows(
+    layer: nn.Conv2d, a: Tensor, b: Tensor, padding: tuple[int, int], rows: int
+) -> Tensor:
+    """Weight gradients of a convolution: the library's own kernel, once a row."""
+    shape, m = layer.weight.shape, len(a) // rows
+    return torch.stack(
+        [
+            conv2d_weight(one_a, shape, one_b, layer.stride, padding, layer.dilation)
+            for one_a, one_b in zip(a.split(m), b.split(m), strict=True)
+        ]
+    )
 
 
 def _grouped_rows(layer: Convolution, a: Tensor, b: Tensor, padding: Any, rows: int) -> Tensor:
@@ -368,7 +387,7 @@ def _grouped_rows(layer: Convolution, a: Tensor, b: Tensor, padding: Any, rows: 
     weight_gradient = _WEIGHT_GRADIENTS[a.ndim - 2]
     return weight_gradient(
         a, shape, b, layer.stride, padding, layer.dilation, rows * layer.groups
-    ).reshape(rows, -1)
+    ).view(rows, *layer.weight.shape)
 
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
