@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from swap_prune import InputError, prune
 from swap_prune.gradients import DenseGradients, StackedGradients
-from swap_prune.methods.cloud import SHARE, RowMemory, _discounted
+from swap_prune.methods.cloud import MOST_SHARE, Cloud, RowMemory, _discounted
 from swap_prune.regression import SupportRidge
 from test_pruning import QUICK, network, samples, trained
 
@@ -18,6 +18,11 @@ def remember(memory: RowMemory, rows: torch.Tensor, w: torch.Tensor):
     cloud = memory.cloud(DenseGradients(rows))
     memory.keep(cloud, SupportRidge(cloud.gradients, w, w.nonzero().flatten()))
     return cloud
+
+
+def share_of(cloud: Cloud) -> float:
+    """The mass of what is remembered."""
+    return 1 - float(cloud.ones[: cloud.fresh].square().mean()) * cloud.fresh / len(cloud.ones)
 
 
 def test_stacked_rows_are_one_matrix():
@@ -47,11 +52,10 @@ def test_mean_gradient_and_curvature_are_those_of_all_rows_with_decaying_masses(
         rows = matrix(n, 9, stage)
         rows[:, kept:] = 0
         fresh = rows.mean(0), rows.T @ rows / n
-        share = 0.0 if mean is None else SHARE
+        cloud = remember(memory, rows, w)
+        total, share = len(cloud.ones), share_of(cloud)
         mean = fresh[0] if mean is None else share * mean + (1 - share) * fresh[0]
         curvature = fresh[1] if curvature is None else share * curvature + (1 - share) * fresh[1]
-        cloud = remember(memory, rows, w)
-        total = len(cloud.ones)
         if total <= size or n + size > 9:
             # Nothing was lost yet, or the summaries hold every direction that there is.
             torch.testing.assert_close(
@@ -60,6 +64,40 @@ def test_mean_gradient_and_curvature_are_those_of_all_rows_with_decaying_masses(
         if total <= size:
             seen = cloud.gradients.rows().T @ cloud.gradients.rows() / total
             torch.testing.assert_close(seen, curvature, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(2, 12), drift=st.floats(0, 10), kept=st.integers(1, 9))
+def test_the_share_is_the_variance_of_the_fresh_mean_over_the_distance_of_the_means(n, drift, kept):
+    memory, w = RowMemory(40, 0.0), torch.zeros(9)
+    w[:kept] = 1.0
+    before, rows = matrix(n, 9, 0), matrix(n, 9, 1) + drift
+    remember(memory, before, w)
+    share = share_of(memory.cloud(DenseGradients(rows)))
+    before, rows = before[:, :kept].double(), rows[:, :kept].double()
+    variance = float(rows.var(dim=0).sum()) / n
+    distance = float((rows.mean(0) - before.mean(0)).square().sum())
+    assert share == pytest.approx(min(variance / distance, MOST_SHARE), rel=1e-3)
+
+
+def test_what_is_remembered_makes_the_mean_more_exact_while_gradients_stay():
+    truth, errors = matrix(1, 30, 99)[0], []
+    for seed in range(20):
+        memory, w = RowMemory(40, 0.0), torch.ones(30)
+        for stage in range(6):
+            rows = truth + 5 * matrix(20, 30, 100 * seed + stage)
+            cloud = remember(memory, rows, w)
+        mixed = cloud.gradients.T @ (cloud.ones / len(cloud.ones)).float()
+        errors.append([float((mean - truth).square().sum()) for mean in (mixed, rows.mean(0))])
+    mixed_error, fresh_error = torch.tensor(errors).mean(0).tolist()
+    assert mixed_error < 0.5 * fresh_error
+
+
+@pytest.mark.parametrize("rows", [torch.ones(1, 5), torch.ones(4, 5), torch.zeros(3, 5)])
+def test_rows_without_spread_are_trusted(rows):
+    memory, w = RowMemory(4, 0.0), torch.ones(5)
+    remember(memory, matrix(6, 5, 0), w)
+    assert share_of(memory.cloud(DenseGradients(rows))) == pytest.approx(0)
 
 
 def test_a_summary_keeps_the_mean_and_the_largest_curvatures():

@@ -53,6 +53,20 @@ def test_back_solve_is_the_minimum_on_the_support(n, p, damping):
     torch.testing.assert_close(ridge.predictions(v).float(), G @ w, rtol=1e-3, atol=1e-4)
 
 
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 12), p=st.integers(2, 30), data=st.data())
+def test_the_gram_matrix_of_fewer_columns_is_that_of_all_less_that_of_the_others(n, p, data):
+    G, w_bar, _ = problem(n, p, 3)
+    everything = torch.arange(0, p, 2)
+    kept = data.draw(st.lists(st.sampled_from(everything.tolist()), min_size=1, unique=True))
+    support = torch.tensor(sorted(kept))
+    gram = SupportRidge(G, w_bar, everything).gram_of(support)
+    if gram is None:
+        assert 2 * len(support) <= len(everything)
+    else:
+        torch.testing.assert_close(gram, G.columns(support).gram(), rtol=1e-4, atol=1e-4)
+
+
 def test_first_order_term_is_a_shift_of_the_targets():
     G, w_bar, _ = problem(12, 7, 1)
     w = w_bar.clone().requires_grad_(True)

@@ -181,15 +181,36 @@ class SupportRidge:
     `v = (G_S G_Sᵀ + nλ I)⁻¹ (t - G_S w_bar_S)` (Woodbury).
     One eigendecomposition of the n × n matrix serves every λ and every t, and all but the last
     step, `weights`, happens among n numbers.
+
+    Args:
+        gradients: G (n, p).
+        w_bar: the weights (p,) at which G was taken.
+        support: the sorted indices (s,) of the weights that may differ from zero.
+        gram: `G_S G_Sᵀ` (n, n), if it is known.
     """
 
-    def __init__(self, gradients: GradientOperator, w_bar: Tensor, support: Tensor) -> None:
+    def __init__(
+        self,
+        gradients: GradientOperator,
+        w_bar: Tensor,
+        support: Tensor,
+        gram: Tensor | None = None,
+    ) -> None:
         self.support = support
         self.w_bar = w_bar
         self.columns = gradients.columns(support)
         self.start = (self.columns @ w_bar[support]).double()
-        eigenvalues, self.vectors = torch.linalg.eigh(self.columns.gram())
+        self.gram = self.columns.gram() if gram is None else gram
+        eigenvalues, self.vectors = torch.linalg.eigh(self.gram)
         self.eigenvalues = eigenvalues.clamp_min(0.0)
+
+    def gram_of(self, support: Tensor) -> Tensor | None:
+        """`G_S G_Sᵀ` (n, n) of a part of this support, where what is cut has fewer columns."""
+        cut = torch.ones_like(self.support, dtype=torch.bool)
+        cut[torch.searchsorted(self.support, support)] = False
+        if 2 * len(support) <= len(self.support):
+            return None
+        return self.gram - self.columns.columns(cut.nonzero().flatten()).gram()
 
     def dual(self, targets: Tensor, damping: float) -> Tensor:
         """`v` (n,) in float64 for targets (n,)."""

@@ -3,8 +3,11 @@
 LR gives each of its n rows the mass 1/n. Masses say how far a row is to be trusted:
 
 * A stage's rows are few, and gradients change little from one stage to the next. So rows of the
-  stages before are in EWR's cloud too, summarised, with a share of the mass that falls
-  geometrically from stage to stage. No gradient is taken for it.
+  stages before are in EWR's cloud too, summarised. No gradient is taken for it. Their share of the
+  mass is the weight that makes the mean gradient most exact, as in a Kalman filter: the fresh
+  rows' mean `g` has the variance V that its rows tell; that of the remembered mean `r` is unknown,
+  for gradients drift as weights are cut, but `‖g - r‖²` estimates the sum of both. So the share is
+  `V / ‖g - r‖²`: large while single rows are noisy, small where much has changed.
 * With a `discount` a row's mass falls with its norm, `mass ∝ ‖g‖^-discount`, for all rows but the
   smallest fifth.
 
@@ -25,8 +28,10 @@ from swap_prune.regression import SupportRidge
 
 # Rows with a norm below this quantile of those that aren't zero have the same mass.
 EQUAL_BELOW = 0.2
-# Mass of what is remembered; the fresh rows have the rest (docs/noise.md).
-SHARE = 0.35
+# Most of the mass that what is remembered may have; the fresh rows have the rest.
+MOST_SHARE = 0.9
+# Columns whose norms are taken at once, so that no second matrix is needed.
+COLUMN_BLOCK = 2**14
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,30 @@ class RowMemory:
         if self.rows is None:
             roots = (n * masses).sqrt()
             return Cloud(StackedGradients([gradients], [roots]), roots, n)
-        total = n + len(self.rows)
-        roots = ((1 - SHARE) * total * masses).sqrt()
-        remembered = math.sqrt(SHARE * total)
+        total, share = n + len(self.rows), self._share(gradients, masses)
+        roots = ((1 - share) * total * masses).sqrt()
+        remembered = math.sqrt(share * total)
         block = _OnSupport(self.rows, self.support, p)
         scales = [roots, torch.full_like(self.ones, remembered)]
         ones = torch.cat([roots, remembered * self.ones])
         return Cloud(StackedGradients([gradients, block], scales), ones, n)
+
+    def _share(self, gradients: GradientOperator, masses: Tensor) -> float:
+        """The mass of what is remembered beside fresh rows (n, p) of these masses (n,)."""
+        assert self.rows is not None
+        fresh = (gradients.T @ masses.to(self.rows.dtype))[self.support].double()
+        remembered = (self.rows.T @ self.ones.to(self.rows.dtype)).double()
+        squares = torch.zeros_like(masses)
+        for part in self.support.split(COLUMN_BLOCK):
+            squares += gradients.columns(part).rows().square().sum(1)
+        weights = masses.square()
+        spread = float(weights @ squares - weights.sum() * fresh.square().sum())
+        freedom = 1 - float(weights.sum())
+        if min(spread, freedom) <= 0:  # one row, or equal ones: nothing says that they are noisy
+            return 0.0
+        variance = spread / freedom
+        distance = float((fresh - remembered).square().sum())
+        return variance / max(distance, variance / MOST_SHARE)
 
     def keep(self, cloud: Cloud, ridge: SupportRidge) -> None:
         """Remember the cloud on the support that was chosen; weights outside it are gone."""

@@ -93,7 +93,7 @@ class WassersteinRegression(Method):
         assert stage.gradients is not None
         cloud = self._memory.cloud(stage.gradients)
         y = (cloud.gradients @ stage.w_bar).double()
-        ridge = SupportRidge(cloud.gradients, stage.w_bar, self._support(stage, cloud, y))
+        ridge = self._on_support(stage, cloud, y)
         trial = _Trial(ridge, stage.held_out_loss)
         # Without a cut x = y already: there is nothing to make good, nor to transport.
         cut = len(ridge.support) < int((stage.w_bar != 0).sum())
@@ -118,23 +118,26 @@ class WassersteinRegression(Method):
             solution.settings["held_out_loss"] = solution.loss
         return ridge.weights(solution.v), solution.settings
 
-    def _support(self, stage: Stage, cloud: Cloud, y: Tensor) -> Tensor:
-        """The sorted indices of the weights that stay."""
+    def _on_support(self, stage: Stage, cloud: Cloud, y: Tensor) -> SupportRidge:
+        """The regression on the weights that stay."""
+        regression = partial(SupportRidge, cloud.gradients, stage.w_bar)
         if self.selection == "iht":
             alpha = 1.0 if self.first_order == "auto" else self.first_order
             targets = (y - alpha / stage.samples_per_row * cloud.ones).to(stage.w_bar.dtype)
             w = hard_threshold_descent(
                 cloud.gradients, targets, stage.w_bar, stage.budget, self._damping
             )
-            return w.nonzero().flatten()
-        present = stage.w_bar.nonzero().flatten()
+            return regression(w.nonzero().flatten())
+        everything = regression(stage.w_bar.nonzero().flatten())
         if stage.budget.allows(stage.w_bar):
-            return present
-        everything = SupportRidge(cloud.gradients, stage.w_bar, present)
+            return everything
         # w_bar is the minimum here, so only the curvature counts; a damping that is small against
         # it keeps the ranking from falling back to magnitudes (docs/choices.md).
         damping = SELECTION_DAMPING * everything.mean_curvature()
-        return stage.budget.select(everything.saliency(y, damping or FIRST_DAMPING))
+        support = stage.budget.select(everything.saliency(y, damping or FIRST_DAMPING))
+        gram = everything.gram_of(support)
+        del everything  # its columns: no more than one copy of G's at a time
+        return regression(support, gram)
 
     def _transport(self, problem: _Problem, trial: _Trial) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""
