@@ -52,20 +52,32 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class CalibrationStream:
-    """Batches without repetition while the pool has enough samples left, then in a new order.
+    """The samples of every stage: some for its rows, others, held out, to choose settings by.
+
+    Both are drawn anew for every stage, from two parts of the data that never mix. Settings chosen
+    stage after stage on the same samples would suit only these; on samples that an earlier stage
+    has fitted, the boldest step would seem the best.
 
     Args:
         source: as for `Samples`.
-        held_out: the number of samples kept back from the batches.
+        held_out: the number of samples held out a stage.
+        reserve: the number of samples, at least `held_out`, that these are drawn from.
         generator: what the order is drawn from.
     """
 
-    def __init__(self, source: Samples, held_out: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, source: Samples, held_out: int, reserve: int, generator: torch.Generator
+    ) -> None:
         order = torch.randperm(len(source), generator=generator)
         self.source = source
-        self.generator = generator
-        self.held_out_indices, self.pool = order[:held_out], order[held_out:]
-        self.position = 0
+        self.count = held_out
+        self.reserve = _Deck(order[:reserve], generator)
+        self.pool = _Deck(order[reserve:], generator)
+        self.hold_out()
+
+    def hold_out(self) -> None:
+        """Go on to the held-out samples of the next stage."""
+        self.held_out_indices = self.reserve.draw(self.count)
 
     def held_out(self) -> Batch:
         """The samples that no batch contains."""
@@ -78,15 +90,25 @@ class CalibrationStream:
 
     def skip(self, count: int) -> Tensor:
         """The indices of the next `count` samples, which are then gone."""
-        if self.position + count > len(self.pool):
-            self.pool = self.pool[torch.randperm(len(self.pool), generator=self.generator)]
-            self.position = 0
-        chosen = self.pool[self.position : self.position + count]
-        self.position += count
-        return chosen
+        return self.pool.draw(count)
 
     def _read(self, indices: Tensor) -> Batch:
         return to_device(self.source.read(indices), torch.device("cpu"))
+
+
+class _Deck:
+    """Indices drawn without repetition while there are enough left, then in a new order."""
+
+    def __init__(self, indices: Tensor, generator: torch.Generator) -> None:
+        self.indices, self.generator, self.position = indices, generator, 0
+
+    def draw(self, count: int) -> Tensor:
+        """The next `count` indices."""
+        if self.position + count > len(self.indices):
+            order = torch.randperm(len(self.indices), generator=self.generator)
+            self.indices, self.position = self.indices[order], 0
+        self.position += count
+        return self.indices[self.position - count : self.position]
 
 
 def _reader(source: Any) -> tuple[int, Callable[[Tensor], Batch]]:

@@ -44,7 +44,7 @@ from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.regression import Budget
 from swap_prune.run_directory import RunDirectory, Step, fingerprint
 from swap_prune.schedule import sparsities
-from swap_prune.settings import HELD_OUT_SAMPLES, Settings
+from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings
 
 BASELINES: dict[str, type[Method]] = {
     "magnitude": Magnitude,
@@ -132,7 +132,9 @@ def prune(
             correcting: how many of the last stages move weights without cutting any (two fifths).
             samples: rows of G a stage (1000, or as many as the data has).
             samples_per_row: samples averaged in a row (up to 16, as the data allows).
-            held_out: samples kept back to choose settings by (a fifth of the data, at most 1000).
+            held_out: samples kept back to choose settings by (a fifth of the data, at most 1000);
+                others for every stage, as far as a fifth of the data suffices for that and the
+                rest of it isn't trained on.
             damping: λ, or "auto": chosen on the held-out samples by "ewr", "lr" and "cbs", 3e-4
                 for "wf"; the others have none.
             first_order: weight of the first-order term; 0 leaves it out; or "auto".
@@ -205,7 +207,10 @@ def prune(
     device = model.get_parameter(weights.names[0]).device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(resolved.seed)
-        run = _Run(own_copy(model), weights, samples, loss, resolved, progress)
+        trains_on_calibration = resolved.fine_tuning is not None and training_data is None
+        run = _Run(
+            own_copy(model), weights, samples, loss, resolved, progress, trains_on_calibration
+        )
         if training_data is not None:
             run.train_on(Samples(training_data, "training_data"))
         if test_data is not None:
@@ -251,6 +256,7 @@ class _Run:
         loss: Loss | None,
         settings: Settings,
         progress: bool,
+        trains_on_calibration: bool,
     ) -> None:
         assert settings.held_out is not None
         generator = torch.Generator().manual_seed(settings.seed)
@@ -260,15 +266,16 @@ class _Run:
         # What pruning fits and chooses by; training and reports keep to the loss itself.
         self.fitted_loss = self.loss
         self.contamination = 0.0
-        self.stream = CalibrationStream(samples, settings.held_out, generator)
-        self.held_out = self._held_out_batch() if settings.held_out else None
         self.method = build_method(settings)
         self.has_statistics = bool(batchnorm_statistics.layers(model))
+        reserve = settings.held_out if trains_on_calibration else self._reserve(len(samples))
+        self.stream = CalibrationStream(samples, settings.held_out, reserve, generator)
+        self.held_out = self._held_out_batch()
         self.buffer: Tensor | None = None
         self.history: list[dict[str, Any]] = []
         self.seconds = {"gradients": 0.0, "solve": 0.0, "training": 0.0, "total": 0.0}
         self.noises = settings.noise
-        self.training_samples, self.training_indices = samples, self.stream.pool
+        self.training_samples, self.training_indices = samples, self.stream.pool.indices
         self.test_data: Samples | None = None
         fine_tuning = settings.fine_tuning
         self.epochs_per_stage = fine_tuning.epochs_per_stage if fine_tuning else 0
@@ -364,11 +371,14 @@ class _Run:
         self.seconds = saved.values["seconds"]
         if saved.number < stages:
             self.method.restore(saved.method, saved.values["method"])
-        self._use_noises(tuple(noise_from(described) for described in saved.values["noise"]))
+        self.noises = tuple(noise_from(described) for described in saved.values["noise"])
         self._use_contamination(saved.values["contamination"])
-        if self._draws():
-            for _ in range(min(saved.number, stages)):
+        for number in range(1, min(saved.number, stages) + 1):
+            if number > 1:
+                self.stream.hold_out()
+            if self._draws():
                 self.stream.skip(self._stage_samples())
+        self.held_out = self._noisy_held_out()
         # Not as progress of this process, from which the time left is reckoned.
         self.bar.n = self.bar.initial = self._samples_of(saved.number, stages)
         self.bar.refresh()
@@ -403,6 +413,8 @@ class _Run:
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
         batch = gradients = None
+        if number > 1:
+            self.stream.hold_out()
         if self._draws():
             batch, indices = self.stream.draw(self._stage_samples())
             check_task(self.model, batch, self.given_loss)
@@ -411,6 +423,7 @@ class _Run:
                 self._calibrate_noise(batch, indices, generator)
             for noise in self.noises:
                 batch = noise.samples(batch, generator)
+        self.held_out = self._noisy_held_out()
         if number == 1:
             self._use_contamination(self._estimate_contamination())
         if self.method.needs_gradients and batch is not None:
@@ -517,7 +530,7 @@ class _Run:
         return self.method.needs_gradients or self._statistics_wanted()
 
     def _calibrate_noise(self, batch: Batch, indices: Tensor, generator: torch.Generator) -> None:
-        """Fit the noises to the model on the first batch, and put them on the held-out samples."""
+        """Fit the noises to the model on the first batch."""
         self.bar.set_description("calibrating the noise")
         # From a twin, so that the stage's own draw is the one that was measured.
         generator = torch.Generator().set_state(generator.get_state())
@@ -527,15 +540,15 @@ class _Run:
                 noise.calibrate(batch, lambda noisy: self._gradients(noisy, indices), generator)
             )
             batch = calibrated[-1].samples(batch, generator)
-        self._use_noises(tuple(calibrated))
+        self.noises = tuple(calibrated)
 
-    def _use_noises(self, noises: tuple[Noise, ...]) -> None:
-        """Take calibrated noises; the held-out samples are as noisy as the others."""
-        self.noises = noises
+    def _noisy_held_out(self) -> Batch | None:
+        """The stage's held-out samples, as noisy as the others."""
+        batch = self._held_out_batch()
         generator = torch.Generator().manual_seed(self.settings.seed)
-        for noise in noises:
-            if self.held_out is not None:
-                self.held_out = noise.samples(self.held_out, generator)
+        for noise in self.noises:
+            batch = None if batch is None else noise.samples(batch, generator)
+        return batch
 
     def _estimate_contamination(self) -> float:
         """The fraction of wrong labels, by the unpruned model, unless it was given."""
@@ -582,7 +595,7 @@ class _Run:
 
     def _statistics_wanted(self) -> bool:
         # Without held-out samples "auto" has nothing to decide by, and leaves them alone.
-        decidable = self.settings.batchnorm == "auto" and self.held_out is not None
+        decidable = self.settings.batchnorm == "auto" and self.settings.held_out != 0
         return self.has_statistics and (decidable or self.settings.batchnorm == "always")
 
     def _reestimate(self, inputs: Any, loss: float | None) -> dict[str, Any]:
@@ -607,13 +620,23 @@ class _Run:
         assert self.held_out is not None
         return mean_loss(self.model, self.held_out, self.fitted_loss)
 
+    def _reserve(self, available: int) -> int:
+        """How many samples are set aside to be held out: others for every stage if they suffice."""
+        assert self.settings.held_out is not None
+        assert self.settings.stages is not None
+        spare = available - self._stage_samples() if self._draws() else available
+        most = min(spare, int(available * HELD_OUT_FRACTION))
+        return max(self.settings.held_out, min(self.settings.stages * self.settings.held_out, most))
+
     def _stage_samples(self) -> int:
         count = (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
         # Without gradients, samples serve BatchNorm's statistics alone.
         return count if self.method.needs_gradients else min(count, HELD_OUT_SAMPLES)
 
-    def _held_out_batch(self) -> Batch:
-        """The held-out samples, once the model is known to have a finite loss on them."""
+    def _held_out_batch(self) -> Batch | None:
+        """The stage's held-out samples, once the model is known to have a finite loss on them."""
+        if self.settings.held_out == 0:
+            return None
         batch = self.stream.held_out()
         check_task(self.model, batch, self.given_loss)
         if not math.isfinite(mean_loss(self.model, batch, self.loss)):
