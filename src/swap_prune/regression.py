@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -201,8 +202,12 @@ class SupportRidge:
         self.columns = gradients.columns(support)
         self.start = (self.columns @ w_bar[support]).double()
         self.gram = self.columns.gram() if gram is None else gram
-        eigenvalues, self.vectors = torch.linalg.eigh(self.gram)
-        self.eigenvalues = eigenvalues.clamp_min(0.0)
+
+    @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues (n,), ascending and not below zero, and eigenvectors (n, n) of the matrix."""
+        eigenvalues, vectors = torch.linalg.eigh(self.gram)
+        return eigenvalues.clamp_min(0.0), vectors
 
     def gram_of(self, support: Tensor) -> Tensor | None:
         """`G_S G_Sᵀ` (n, n) of a part of this support, where what is cut has fewer columns."""
@@ -218,7 +223,8 @@ class SupportRidge:
 
     def solve(self, right: Tensor, damping: float) -> Tensor:
         """`(G_S G_Sᵀ + nλ I)⁻¹` times a vector (n,) in float64."""
-        return self.vectors @ ((self.vectors.T @ right) / self._shifted(damping))
+        eigenvalues, vectors = self.spectrum
+        return vectors @ ((vectors.T @ right) / (eigenvalues + len(right) * damping))
 
     def smoothed_dual(self, targets: Tensor, damping: float, smoother: Tensor) -> Tensor:
         """`v` (n,) where the printed gradient `G_Sᵀ S (x - t)/n + λ (w - w_bar)` vanishes.
@@ -227,13 +233,15 @@ class SupportRidge:
         smoother, and S = I gives `dual`.
         """
         n = len(self.start)
-        gram = (self.vectors * self.eigenvalues) @ self.vectors.T
+        eigenvalues, vectors = self.spectrum
+        gram = (vectors * eigenvalues) @ vectors.T
         system = smoother @ gram + n * damping * torch.eye(n, dtype=gram.dtype)
         return torch.linalg.solve(system, smoother @ (targets.double() - self.start))
 
     def predictions(self, v: Tensor) -> Tensor:
         """`x = G_S w` (n,) for the weights that belong to `v`."""
-        return self.start + self.vectors @ (self.eigenvalues * (self.vectors.T @ v))
+        eigenvalues, vectors = self.spectrum
+        return self.start + vectors @ (eigenvalues * (vectors.T @ v))
 
     def weights(self, v: Tensor) -> Tensor:
         """The weights (p,) that belong to `v`: `w_bar + G_Sᵀ v` on the support, zero elsewhere."""
@@ -243,7 +251,7 @@ class SupportRidge:
 
     def mean_curvature(self) -> float:
         """The mean of the diagonal of `G_SᵀG_S / n`."""
-        return float(self.eigenvalues.sum()) / (len(self.start) * max(1, len(self.support)))
+        return float(self.gram.trace()) / (len(self.start) * max(1, len(self.support)))
 
     def saliency(self, targets: Tensor, damping: float) -> Tensor:
         """The rise of the objective (p,) when one weight is cut and the others follow.
@@ -251,9 +259,10 @@ class SupportRidge:
         `w_i² / (2 [H⁻¹]_ii)` with `H = G_SᵀG_S / n + λ I`, at the minimum `w` on the support (the
         optimal brain surgeon's score); minus infinity outside the support.
         """
-        w = self.weights(self.dual(targets, damping))[self.support]
-        scale = self._shifted(damping).rsqrt()
-        whitener = (scale[:, None] * self.vectors.T).to(w.dtype)
+        inverse_root = self._inverse_root(damping)
+        v = inverse_root.T @ (inverse_root @ (targets.double() - self.start))
+        w = self.weights(v)[self.support]
+        whitener = inverse_root.to(w.dtype)
         matrix = self.columns.rows()
         explained = torch.cat(
             [(whitener @ block).square().sum(0) for block in matrix.split(COLUMN_BLOCK, dim=1)]
@@ -263,5 +272,13 @@ class SupportRidge:
         scores[self.support] = 0.5 * damping * w.square() / (1 - explained).clamp_min(1e-6)
         return scores
 
-    def _shifted(self, damping: float) -> Tensor:
-        return self.eigenvalues + len(self.start) * damping
+    def _inverse_root(self, damping: float) -> Tensor:
+        """A matrix R (n, n) with `RᵀR = (G_S G_Sᵀ + nλ I)⁻¹`."""
+        n = len(self.start)
+        identity = torch.eye(n, dtype=self.gram.dtype)
+        factor, failed = torch.linalg.cholesky_ex(self.gram + n * damping * identity)
+        if not failed:
+            return torch.linalg.solve_triangular(factor, identity, upper=False)
+        # Rounding has made an eigenvalue negative; the spectrum, dearer, has it at zero.
+        eigenvalues, vectors = self.spectrum
+        return (eigenvalues + n * damping).rsqrt()[:, None] * vectors.T

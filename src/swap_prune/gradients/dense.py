@@ -7,6 +7,9 @@ from torch import Tensor
 
 from swap_prune.gradients.operator import GradientOperator
 
+# Rows whose products with the rows from them on are taken at once: those before are known.
+ROW_BLOCK = 256
+
 
 class DenseGradients(GradientOperator):
     """The whole matrix in memory: 4 n p bytes, products at the speed of the memory."""
@@ -23,7 +26,14 @@ class DenseGradients(GradientOperator):
 
     def gram(self) -> Tensor:
         """`G Gᵀ` (n, n): summed in float32, which is exact to rounding, handed on in float64."""
-        return torch.mm(self.matrix, self.matrix.T).double()
+        n = self.shape[0]
+        gram = self.matrix.new_empty(n, n)
+        for start in range(0, n, ROW_BLOCK):
+            stop = min(start + ROW_BLOCK, n)
+            product = torch.mm(self.matrix[start:stop], self.matrix[start:].T)
+            gram[start:stop, start:] = product
+            gram[start:, start:stop] = product.T
+        return gram.double()
 
     def rows(self) -> Tensor:
         """The matrix (n, p), not a copy."""

@@ -83,8 +83,10 @@ class RowMemory:
         n, p = gradients.shape
         if self.rows is None and self.discount == 0:
             return Cloud(gradients, torch.ones(n, dtype=torch.float64), n)
-        norms = torch.linalg.vector_norm(gradients.rows(), dim=1)
-        masses = _discounted(norms.double(), self.discount)
+        masses = torch.full((n,), 1 / n, dtype=torch.float64)
+        if self.discount:
+            norms = torch.linalg.vector_norm(gradients.rows(), dim=1)
+            masses = _discounted(norms.double(), self.discount)
         if self.rows is None:
             roots = (n * masses).sqrt()
             return Cloud(StackedGradients([gradients], [roots]), roots, n)
@@ -121,7 +123,7 @@ class RowMemory:
         if total <= self.size:
             basis = torch.eye(total, dtype=torch.float64)
         else:
-            leading = ridge.vectors[:, total - self.size + 1 :]
+            leading = ridge.spectrum[1][:, total - self.size + 1 :]
             mean = (cloud.ones / cloud.ones.norm())[:, None]
             basis = torch.linalg.qr(torch.cat([mean, leading], dim=1)).Q
         basis = basis / math.sqrt(total)
