@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from swap_prune import InputError, experiment, models, reproduce, settings
+from swap_prune.methods import WassersteinRegression
 from swap_prune.noise import NOISES, resolve
 from swap_prune.reproduce import noise_tables
 from swap_prune.reproduce.noise_tables import ABLATION, CLEAN, Cell, Noise
@@ -390,6 +391,31 @@ def test_table2_runs_on_made_data(made_mnist, tmp_path):
         assert cell["noise_reached"][0]["reached"]["sigma_reached"] > 0
     # The same samples and the same noise.
     assert cells[0]["noise_reached"] == cells[1]["noise_reached"]
+
+
+def test_a_cell_that_diverges_is_an_entry_of_the_table(made_mnist, tmp_path, monkeypatch, capsys):
+    arguments = ["table5", *made_mnist, "--methods", "sinkhorn-inf", "lr", "--seeds", 1]
+    solve, calls = WassersteinRegression.prune, []
+
+    def diverge(self, stage):
+        w, chosen = solve(self, stage)
+        calls.append(self.coupling)
+        wild = self.coupling == "sinkhorn" and stage.remaining == 1
+        return (w / 0 if wild else w), chosen
+
+    monkeypatch.setattr(WassersteinRegression, "prune", diverge)
+    run(*arguments)
+    contents = json.loads((tmp_path / "out/table5.json").read_text())
+    reasons = {cell["method"]: cell["diverged"] for cell in contents["cells"]}
+    assert reasons["lr"] is None
+    assert "stage 2 of 3 can't be done: the weights became infinite" in reasons["sinkhorn-inf"]
+    text = (tmp_path / "out/table5.md").read_text()
+    assert "Diverged, and so in no mean:" in text
+    assert reasons["sinkhorn-inf"] in text
+    assert "the table says so" in capsys.readouterr().err
+    before = len(calls)
+    run(*arguments)
+    assert len(calls) == before
 
 
 def test_an_interrupted_table_goes_on(made_mnist, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """swap-prune: prune trained PyTorch models with sparse entropic Wasserstein regression."""
 
-from swap_prune.errors import InputError
+from swap_prune.errors import DivergedError, InputError
 from swap_prune.evaluation import Evaluation, evaluate
 from swap_prune.masks import apply_masks, make_permanent
 from swap_prune.noise_report import NoiseReport, noise_report
@@ -11,6 +11,7 @@ from swap_prune.training import FineTuning
 
 __all__ = [
     "METHODS",
+    "DivergedError",
     "Evaluation",
     "FineTuning",
     "InputError",

@@ -24,7 +24,7 @@ from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.calling import fastest_format, formatted
-from swap_prune.errors import InputError
+from swap_prune.errors import DivergedError, InputError
 from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss, outputs_of
 from swap_prune.gradients import GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
@@ -164,6 +164,7 @@ def prune(
 
     Raises:
         InputError: an argument can't be used; the model is unchanged then.
+        DivergedError: an InputError too: losses or gradients ceased to be finite after a stage.
     """
     unknown = settings.keys() - Settings.__dataclass_fields__.keys()
     if unknown:
@@ -334,7 +335,7 @@ class _Run:
             # A step depends on nothing but what was saved before it.
             torch.manual_seed((self.settings.seed * SEED_STRIDE + number) % 2**63)
             if number <= stages:
-                line = self._stage(number, stages, sparsities[number - 1])
+                line = self._checked_stage(number, stages, sparsities[number - 1])
             else:
                 period = period or self._period(self.model, self.epochs_after, stages + 1, saved)
                 line = self._epoch(period, number - stages - 1)
@@ -406,6 +407,15 @@ class _Run:
 
     def _masks(self, w: Tensor) -> dict[str, Tensor]:
         return {name: part != 0 for name, part in self.weights.split(w).items()}
+
+    def _checked_stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
+        """A stage; what is wrong after the first is the work of those before, or a bad sample."""
+        try:
+            return self._stage(number, stages, sparsity)
+        except InputError as error:
+            if number == 1:
+                raise
+            raise DivergedError(f"stage {number} of {stages} can't be done: {error}") from error
 
     def _stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
         """Take gradients, prune to `sparsity`, write the weights; a line of the history."""

@@ -27,12 +27,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from swap_prune import experiment, models, training
-from swap_prune.errors import InputError
+from swap_prune.errors import DivergedError, InputError
 from swap_prune.recipe import Recipe
 from swap_prune.run_directory import RunDirectory, plain, write_whole
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CELLS = "cells"
+# In a cell's directory when its run can't be brought to an end: why.
+DIVERGED_FILE = "diverged.txt"
 MISSING = "–"
 
 
@@ -56,6 +58,11 @@ class Cell(ABC):
     def directory(self, out: Path) -> RunDirectory:
         """Where the cell is run."""
         return RunDirectory(out.joinpath(CELLS, *self.folders))
+
+    def diverged(self, out: Path) -> str | None:
+        """Why the cell's run has no end, if it has none."""
+        path = self.directory(out).path / DIVERGED_FILE
+        return path.read_text().strip() if path.exists() else None
 
 
 C = TypeVar("C", bound=Cell)
@@ -136,13 +143,17 @@ class Table(ABC, Generic[C]):
         for cell in done:
             _run_cell(cell, prepared[cell], out)  # runs nothing, but knows another recipe's run
         contents = self.write(out, cells, command)
-        waiting = [cell for cell in cells if cell not in done]
+        waiting = [cell for cell in cells if cell not in done and cell.diverged(out) is None]
         for index, cell in enumerate(waiting):
             left = seconds_left(self._times(contents), [c.kind for c in waiting[index:]])
             estimate = "" if left is None else f"; about {duration(left)} left"
-            where = f"cell {len(done) + index + 1} of {len(cells)}"
+            where = f"cell {len(cells) - len(waiting) + index + 1} of {len(cells)}"
             print(f"{where}: {cell}{estimate}", file=sys.stderr, flush=True)
-            _run_cell(cell, prepared[cell], out)
+            try:
+                _run_cell(cell, prepared[cell], out)
+            except DivergedError as error:
+                print(f"{error}; the table says so", file=sys.stderr, flush=True)
+                write_whole(cell.directory(out).path / DIVERGED_FILE, f"{error}\n".encode())
             contents = self.write(out, cells, command)
         print(self.markdown(contents))
         print(f"written: {', '.join(str(out / name) for name in self._files(contents))}")
@@ -220,7 +231,7 @@ class Table(ABC, Generic[C]):
         """A cell's line of the JSON file; without figures while it is not finished."""
         directory = cell.directory(out)
         result = directory.result() if directory.finished else None
-        return {**asdict(cell), **self.measured(result)}
+        return {**asdict(cell), **self.measured(result), "diverged": cell.diverged(out)}
 
     def _times(self, contents: Mapping[str, Any]) -> list[tuple[tuple[str, ...], float]]:
         """Kind and seconds of the finished cells."""
@@ -302,7 +313,7 @@ def _run_cell(cell: Cell, described: Recipe, out: Path) -> None:
     try:
         experiment.run(described, cell.seed, cell.directory(out).path)
     except InputError as error:
-        raise InputError(f"cell {cell}: {error}") from error
+        raise type(error)(f"cell {cell}: {error}") from error
 
 
 def seconds_left(
@@ -344,11 +355,14 @@ def how_it_was_made(contents: Mapping[str, Any]) -> str:
     """The last part of every Markdown file: commands, time and machine."""
     machine, records = contents["machine"], contents["cells"]
     finished = sum(record["seconds"] is not None for record in records)
+    diverged = [f"- {record['diverged']}" for record in records if record.get("diverged")]
+    ending = "\n\nDiverged, and so in no mean:\n\n" + "\n".join(diverged) if diverged else ""
     return (
         "## How it was made\n\n```\n" + "\n".join(contents["commands"]) + "\n```\n\n"
         f"{finished} of {len(records)} cells are finished; they took "
         f"{duration(contents['seconds'])} in all ({machine['cores']} cores, "
         f"{machine['threads']} used, torch {machine['torch']}, Python {machine['python']})."
+        f"{ending}"
     )
 
 
