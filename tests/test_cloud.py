@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from swap_prune import InputError, prune
 from swap_prune.gradients import DenseGradients, StackedGradients
-from swap_prune.methods.cloud import MOST_SHARE, Cloud, RowMemory, _discounted
+from swap_prune.methods.cloud import MOST_SHARE, SPREAD_ROWS, Cloud, RowMemory, _discounted
 from swap_prune.regression import SupportRidge
 from test_pruning import QUICK, network, samples, trained
 
@@ -80,6 +80,16 @@ def test_the_share_is_the_variance_of_the_fresh_mean_over_the_distance_of_the_me
     assert share == pytest.approx(min(variance / distance, MOST_SHARE), rel=1e-3)
 
 
+def test_of_many_rows_some_tell_the_share():
+    memory, w = RowMemory(40, 0.0), torch.ones(9)
+    remember(memory, matrix(50, 9, 0), w)
+    rows = matrix(3 * SPREAD_ROWS + 7, 9, 1) + 0.1
+    share = share_of(memory.cloud(DenseGradients(rows)))
+    variance = float(rows.var(dim=0).sum()) / len(rows)
+    distance = float((rows.mean(0) - matrix(50, 9, 0).mean(0)).square().sum())
+    assert share == pytest.approx(variance / distance, rel=0.1)
+
+
 def test_what_is_remembered_makes_the_mean_more_exact_while_gradients_stay():
     truth, errors = matrix(1, 30, 99)[0], []
     for seed in range(20):
@@ -97,7 +107,7 @@ def test_what_is_remembered_makes_the_mean_more_exact_while_gradients_stay():
 def test_rows_without_spread_are_trusted(rows):
     memory, w = RowMemory(4, 0.0), torch.ones(5)
     remember(memory, matrix(6, 5, 0), w)
-    assert share_of(memory.cloud(DenseGradients(rows))) == pytest.approx(0)
+    assert share_of(memory.cloud(DenseGradients(rows))) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_summary_keeps_the_mean_and_the_largest_curvatures():

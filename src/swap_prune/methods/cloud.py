@@ -30,8 +30,9 @@ from swap_prune.regression import SupportRidge
 EQUAL_BELOW = 0.2
 # Most of the mass that what is remembered may have; the fresh rows have the rest.
 MOST_SHARE = 0.9
-# Columns whose norms are taken at once, so that no second matrix is needed.
-COLUMN_BLOCK = 2**14
+# At most about so many rows tell how far fresh rows spread: the figure need not be exact, and
+# columns of all of them are slow to copy.
+SPREAD_ROWS = 200
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,12 @@ class RowMemory:
         assert self.rows is not None
         fresh = (gradients.T @ masses.to(self.rows.dtype))[self.support].double()
         remembered = (self.rows.T @ self.ones.to(self.rows.dtype)).double()
-        squares = torch.zeros_like(masses)
-        for part in self.support.split(COLUMN_BLOCK):
-            squares += gradients.columns(part).rows().square().sum(1)
         weights = masses.square()
-        spread = float(weights @ squares - weights.sum() * fresh.square().sum())
+        every = math.ceil(len(masses) / SPREAD_ROWS)
+        some = gradients.rows()[::every].index_select(1, self.support)
+        squares = torch.linalg.vector_norm(some, dim=1).double().square()
+        mean_square = len(masses) * float((weights[::every] * squares).mean())
+        spread = mean_square - float(weights.sum() * fresh.square().sum())
         freedom = 1 - float(weights.sum())
         if min(spread, freedom) <= 0:  # one row, or equal ones: nothing says that they are noisy
             return 0.0
