@@ -33,7 +33,7 @@ benchmarks: $(VENV)/installed  ## the figures of README and docs, as JSON (many 
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.sample_complexity
 	$(BIN)/python -m benchmarks.choices --sparsity 0.95 --seeds 1
-	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.chita_rows
 	$(BIN)/python -m benchmarks.robustness --networks mlpnet resnet20
 	$(BIN)/python -m benchmarks.ewr_time
 

@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import TensorDataset
 from tqdm import tqdm
 
-from benchmarks.accuracy import NETWORKS
-from swap_prune import data, evaluate, models, prune
+from benchmarks.networks import NETWORKS, load
+from swap_prune import evaluate, models, prune
 
 VALIDATION_SAMPLES = 5000
 # Each line changes one thing of the default, which is the first.
@@ -54,25 +54,22 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/choices.json"))
     options = parser.parse_args()
-    task = NETWORKS[options.network]
-    name = options.network.split("-")[0]
-    train = data.load(task["data"]).train
+    model, splits = load(options.network, options.checkpoints)
+    train = splits.train
     assert isinstance(train, TensorDataset)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(12345))
     held, rest = order[:VALIDATION_SAMPLES], order[VALIDATION_SAMPLES:]
     calibration = tuple(tensor[rest] for tensor in train.tensors)
     validation = tuple(tensor[held] for tensor in train.tensors)
-    model = models.build(name)
-    models.load_weights(model, options.checkpoints / task["weights"])
     runs = []
     cells = [(variant, seed) for variant in options.variants for seed in range(options.seeds)]
     for variant, seed in tqdm(cells, unit="run"):
-        settings = {**task["settings"], **VARIANTS[variant]}
+        settings = {**NETWORKS[options.network]["settings"], **VARIANTS[variant]}
         result = prune(
             model,
             calibration,
             sparsity=options.sparsity,
-            include=models.PRUNABLE.get(name),
+            include=models.PRUNABLE.get(options.network),
             seed=seed,
             **settings,
         )

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.accuracy import NETWORKS
-from swap_prune import data, models, prune
+from benchmarks import networks
+from swap_prune import models, prune
 
 
 def main() -> None:
@@ -31,17 +31,15 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ewr_time.json"))
     options = parser.parse_args()
-    model = models.build("resnet20")
-    models.load_weights(model, options.checkpoints / NETWORKS["resnet20"]["weights"])
-    train = data.load("cifar10").train
+    model, splits = networks.load("resnet20", options.checkpoints)
     measured = []
     for samples_per_row in options.samples_per_row:
         seconds: dict[str, list[float]] = {"lr": [], "ewr": []}
         for repeat in range(options.repeats):
             for method, times in seconds.items():
                 result = prune(
-                    model, train, sparsity=0.8, method=method, stages=options.stages, samples=1000,
-                    samples_per_row=samples_per_row, held_out=500, seed=repeat,
+                    model, splits.train, sparsity=0.8, method=method, stages=options.stages,
+                    samples=1000, samples_per_row=samples_per_row, held_out=500, seed=repeat,
                     include=models.PRUNABLE["resnet20"],
                 )  # fmt: skip
                 times += [line["seconds"] for line in result.history[1:]]

@@ -3,8 +3,8 @@
     python -m benchmarks.robustness --networks mlpnet resnet20 --seeds 3
 
 A quarter of the calibration is noisy; 15 stages to sparsity 0.9 with 1,000 rows of one sample, no
-training, test images. Clean and noisy runs of a seed see the same samples. Needs data sets and
-checkpoints as `benchmarks.accuracy`. Every finished run is written at once and never run again.
+training, test images. Clean and noisy runs of a seed see the same samples. Needs the data
+sets and checkpoints. Every finished run is written at once and never run again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.accuracy import NETWORKS
-from swap_prune import data, evaluate, models, prune
+from benchmarks import networks
+from swap_prune import evaluate, models, prune
 
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.9, "stages": 15, "samples": 1000, "samples_per_row": 1, "held_out": 500,
@@ -40,7 +40,7 @@ METHODS = ("lr", "ewr")
 def main() -> None:
     """Run what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--networks", nargs="+", choices=("mlpnet", "resnet20"), default=["mlpnet"])
+    parser.add_argument("--networks", nargs="+", choices=networks.NETWORKS, default=["mlpnet"])
     parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
@@ -59,9 +59,7 @@ def main() -> None:
     for cell in tqdm([cell for cell in wanted if cell not in done], unit="run"):
         network, noise, method, seed = cell
         if network not in tasks:
-            model = models.build(network)
-            models.load_weights(model, options.checkpoints / NETWORKS[network]["weights"])
-            tasks[network] = model, data.load(NETWORKS[network]["data"])
+            tasks[network] = networks.load(network, options.checkpoints)
         model, splits = tasks[network]
         include = models.PRUNABLE.get(network)
         settings = {**SETTINGS, "method": method, "noise": NOISES[noise], "seed": seed}
