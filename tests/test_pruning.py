@@ -11,7 +11,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from swap_prune import InputError, evaluate, prune
+from swap_prune import DivergedError, InputError, evaluate, prune
+from swap_prune.gradients import DenseGradients
 from swap_prune.schedule import sparsities
 from swap_prune.settings import METHODS
 
@@ -424,3 +425,25 @@ def test_stages_are_measured_after_the_cut_and_before_training():
     assert torch.equal(weights_of(measured.model), weights_of(unmeasured.model))
     with pytest.raises(InputError, match="test_data"):
         prune(model, samples(), test_data=7, **quick)
+
+
+def test_magnitude_takes_input_noise_without_batchnorm_too():
+    noise = {"kind": "input", "fraction": 0.5, "level": 1.0}
+    result = prune(trained(), samples(), sparsity=0.5, method="magnitude", noise=noise)
+    assert result.sparsity == 0.5
+
+
+def test_a_bad_label_of_a_later_stage_is_not_called_divergence():
+    x, y = samples(400)
+    y[torch.arange(0, 400, 7)] = 9
+    with pytest.raises(InputError, match="label 9") as caught:
+        prune(trained(), (x, y), sparsity=0.5, method="lr", stages=6, samples=3, held_out=2)
+    assert not isinstance(caught.value, DivergedError)
+
+
+def test_products_beyond_float32_are_divergence(monkeypatch):
+    monkeypatch.setattr(
+        DenseGradients, "gram", lambda self: torch.full((self.shape[0],) * 2, float("inf")).double()
+    )
+    with pytest.raises(DivergedError, match="stage 1 of 3 can't be done: products"):
+        prune(trained(), samples(), sparsity=0.5, method="lr", **QUICK)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from swap_prune import InputError, data, models, prune
 from swap_prune.run_directory import RunDirectory, Step
@@ -255,3 +256,37 @@ def test_training_that_cannot_work_is_known_before_pruning(tmp_path):
         run(training_data=(torch.randn(0, 64), torch.zeros(0)))
     with pytest.raises(InputError, match="directory is of type int"):
         run(3)
+
+
+class _Jittered(Dataset):
+    """Digits with a random transform, as augmented data has."""
+
+    def __init__(self):
+        self.digits = data.load("digits").train
+
+    def __len__(self):
+        return len(self.digits)
+
+    def __getitem__(self, index):
+        image, label = self.digits[index]
+        return image + 0.1 * torch.randn(image.shape), label
+
+
+@pytest.mark.parametrize("last", [2, 4, 5])
+def test_random_transforms_are_the_same_in_a_resumed_run(tmp_path, monkeypatch, last):
+    def jittered(directory=None):
+        model = models.pretrained("digits")
+        return prune(model, _Jittered(), directory=directory, training_data=_Jittered(), **SETTINGS)
+
+    expected, save = jittered(), RunDirectory.save_step
+
+    def interrupted(self, step):
+        save(self, step)
+        if step.number == last:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDirectory, "save_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        jittered(tmp_path)
+    monkeypatch.setattr(RunDirectory, "save_step", save)
+    assert_same(jittered(tmp_path), expected)

@@ -5,5 +5,9 @@ class InputError(ValueError):
     """A value given by the user can't be used; one sentence says which, and what is accepted."""
 
 
+class NotFiniteError(InputError):
+    """The loss or the gradient of a sample is NaN or infinite."""
+
+
 class DivergedError(InputError):
-    """After a stage that seemed to be in order, losses, gradients or weights are not finite."""
+    """Pruning or training has led to losses, gradients or weights that are not finite."""

@@ -24,7 +24,7 @@ from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.calling import fastest_format, formatted
-from swap_prune.errors import DivergedError, InputError
+from swap_prune.errors import DivergedError, InputError, NotFiniteError
 from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss, outputs_of
 from swap_prune.gradients import GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
@@ -271,7 +271,9 @@ class _Run:
         self.has_statistics = bool(batchnorm_statistics.layers(model))
         reserve = settings.held_out if trains_on_calibration else self._reserve(len(samples))
         self.stream = CalibrationStream(samples, settings.held_out, reserve, generator)
-        self.held_out = self._held_out_batch()
+        self.noises: tuple[Noise, ...] = ()  # until the first stage has calibrated them
+        self.held_out = self._hold_out(1)
+        self._check_held_out()
         self.buffer: Tensor | None = None
         self.history: list[dict[str, Any]] = []
         self.seconds = {"gradients": 0.0, "solve": 0.0, "training": 0.0, "total": 0.0}
@@ -333,7 +335,7 @@ class _Run:
         for number in range((saved.number if saved else 0) + 1, stages + self.epochs_after + 1):
             start = time.perf_counter()
             # A step depends on nothing but what was saved before it.
-            torch.manual_seed((self.settings.seed * SEED_STRIDE + number) % 2**63)
+            torch.manual_seed(self._seed(number))
             if number <= stages:
                 line = self._checked_stage(number, stages, sparsities[number - 1])
             else:
@@ -344,6 +346,10 @@ class _Run:
             self.history.append(line)
             if directory is not None:
                 directory.save_step(self._step(number, period))
+
+    def _seed(self, number: int) -> int:
+        """The seed of a step."""
+        return (self.settings.seed * SEED_STRIDE + number) % 2**63
 
     def _step(self, number: int, period: training.Period | None) -> Step:
         """What the next step needs to know."""
@@ -379,7 +385,8 @@ class _Run:
                 self.stream.hold_out()
             if self._draws():
                 self.stream.skip(self._stage_samples())
-        self.held_out = self._noisy_held_out()
+        if saved.number >= stages:
+            self.held_out = self._hold_out(stages)
         # Not as progress of this process, from which the time left is reckoned.
         self.bar.n = self.bar.initial = self._samples_of(saved.number, stages)
         self.bar.refresh()
@@ -409,13 +416,18 @@ class _Run:
         return {name: part != 0 for name, part in self.weights.split(w).items()}
 
     def _checked_stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
-        """A stage; what is wrong after the first is the work of those before, or a bad sample."""
+        """A stage; what isn't finite after the first is most likely the work of those before."""
+        where = f"stage {number} of {stages} can't be done"
         try:
             return self._stage(number, stages, sparsity)
-        except InputError as error:
+        except NotFiniteError as error:
             if number == 1:
                 raise
-            raise DivergedError(f"stage {number} of {stages} can't be done: {error}") from error
+            raise DivergedError(f"{where}: {error}") from error
+        except torch.linalg.LinAlgError as error:
+            raise DivergedError(
+                f"{where}: products of gradients are beyond float32; a larger damping is needed"
+            ) from error
 
     def _stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
         """Take gradients, prune to `sparsity`, write the weights; a line of the history."""
@@ -433,7 +445,9 @@ class _Run:
                 self._calibrate_noise(batch, indices, generator)
             for noise in self.noises:
                 batch = noise.samples(batch, generator)
-        self.held_out = self._noisy_held_out()
+        self.held_out = self._hold_out(number)
+        if number > 1:
+            self._check_held_out()
         if number == 1:
             self._use_contamination(self._estimate_contamination())
         if self.method.needs_gradients and batch is not None:
@@ -461,7 +475,7 @@ class _Run:
         )
         w, chosen = self.method.prune(stage)
         if not torch.isfinite(w).all():
-            raise InputError(
+            raise DivergedError(
                 f"the weights became infinite at {where}; a larger damping than "
                 f"{chosen.get('damping')} is needed"
             )
@@ -552,13 +566,27 @@ class _Run:
             batch = calibrated[-1].samples(batch, generator)
         self.noises = tuple(calibrated)
 
-    def _noisy_held_out(self) -> Batch | None:
-        """The stage's held-out samples, as noisy as the others."""
-        batch = self._held_out_batch()
-        generator = torch.Generator().manual_seed(self.settings.seed)
-        for noise in self.noises:
-            batch = None if batch is None else noise.samples(batch, generator)
+    def _hold_out(self, number: int) -> Batch | None:
+        """The held-out samples of a stage, as noisy as the others, the same in a resumed run."""
+        if self.settings.held_out == 0:
+            return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed(number))
+            inputs, targets = self.stream.held_out()
+        check_task(self.model, (inputs, targets), self.given_loss)
+        batch = formatted(inputs, fastest_format(self.model, inputs)), targets
+        generator = torch.Generator().manual_seed(self._seed(number))
+        # Without rows there is nothing to calibrate noise by.
+        for noise in self.noises if self._draws() else ():
+            batch = noise.samples(batch, generator)
         return batch
+
+    def _check_held_out(self) -> None:
+        """Raise unless the model has a finite loss on the held-out samples."""
+        if self.held_out is None:
+            return
+        if not math.isfinite(mean_loss(self.model, self.held_out, self.loss)):
+            blame_sample(self.model, *self.held_out, self.loss, self.stream.held_out_indices)
 
     def _estimate_contamination(self) -> float:
         """The fraction of wrong labels, by the unpruned model, unless it was given."""
@@ -642,16 +670,6 @@ class _Run:
         count = (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
         # Without gradients, samples serve BatchNorm's statistics alone.
         return count if self.method.needs_gradients else min(count, HELD_OUT_SAMPLES)
-
-    def _held_out_batch(self) -> Batch | None:
-        """The stage's held-out samples, once the model is known to have a finite loss on them."""
-        if self.settings.held_out == 0:
-            return None
-        batch = self.stream.held_out()
-        check_task(self.model, batch, self.given_loss)
-        if not math.isfinite(mean_loss(self.model, batch, self.loss)):
-            blame_sample(self.model, *batch, self.loss, self.stream.held_out_indices)
-        return formatted(batch[0], fastest_format(self.model, batch[0])), batch[1]
 
 
 def build_method(settings: Settings) -> Method:

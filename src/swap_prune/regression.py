@@ -211,11 +211,14 @@ class SupportRidge:
 
     def gram_of(self, support: Tensor) -> Tensor | None:
         """`G_S G_Sᵀ` (n, n) of a part of this support, where what is cut has fewer columns."""
-        cut = torch.ones_like(self.support, dtype=torch.bool)
-        cut[torch.searchsorted(self.support, support)] = False
         if 2 * len(support) <= len(self.support):
             return None
-        return self.gram - self.columns.columns(cut.nonzero().flatten()).gram()
+        cut = torch.ones_like(self.support, dtype=torch.bool)
+        cut[torch.searchsorted(self.support, support)] = False
+        gram = self.gram.clone()
+        for block in cut.nonzero().flatten().split(COLUMN_BLOCK):
+            gram -= self.columns.columns(block).gram()
+        return gram
 
     def dual(self, targets: Tensor, damping: float) -> Tensor:
         """`v` (n,) in float64 for targets (n,)."""

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from swap_prune.calibration import Samples, to_device
 from swap_prune.calling import call, evaluation_mode, fastest_format, formatted
-from swap_prune.errors import InputError
+from swap_prune.errors import DivergedError, InputError
 from swap_prune.gradients.rows import Loss
 from swap_prune.masks import apply_masks, make_permanent
 
@@ -205,7 +205,8 @@ class Period:
             The mean training loss.
 
         Raises:
-            InputError: training diverged, or the model or the loss fails on a batch.
+            InputError: the model or the loss fails on a batch.
+            DivergedError: the loss is not finite any more.
         """
         with self._seeded(epoch), self._training_state():
             order = self.indices[torch.randperm(len(self.indices))]
@@ -213,7 +214,7 @@ class Period:
             for number, batch in enumerate(_batches(order, self.settings.batch_size)):
                 value = self._step(batch, epoch * self.steps + number)
                 if not math.isfinite(value):
-                    raise InputError(
+                    raise DivergedError(
                         f"training diverged in epoch {epoch + 1}: the loss is {value}; a smaller "
                         f"learning_rate than {self.settings.learning_rate} is needed"
                     )

@@ -33,7 +33,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calling import call, evaluation_mode, formatted
-from swap_prune.errors import InputError
+from swap_prune.errors import InputError, NotFiniteError
 from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
 
@@ -477,7 +477,7 @@ def blame_sample(model: nn.Module, x: Any, y: Any, loss: Loss, numbers: Tensor) 
             one = tree_map(lambda leaf, i=i: leaf[i : i + 1], (x, y))
             value = loss(call(model, one[0]), one[1])
             if not torch.isfinite(value):
-                raise InputError(
+                raise NotFiniteError(
                     f"the loss of calibration sample {number} is {value.item()}; "
                     "every sample must have a finite loss"
                 )
@@ -488,7 +488,7 @@ def _blame_row(block: Tensor, numbers: Tensor) -> None:
     bad = torch.isfinite(block).all(dim=1).logical_not().nonzero().flatten()
     if len(bad):
         which = ", ".join(map(str, numbers[bad[0]].tolist()))
-        raise InputError(
+        raise NotFiniteError(
             f"the gradient of calibration sample {which} has NaN or infinite entries; "
             "every sample must have a finite gradient"
         )

@@ -106,15 +106,15 @@ class RowMemory:
         remembered = (self.rows.T @ self.ones.to(self.rows.dtype)).double()
         weights = masses.square()
         every = math.ceil(len(masses) / SPREAD_ROWS)
-        some = gradients.rows()[::every].index_select(1, self.support)
+        some = gradients.rows()[::every].index_select(1, self.support).sub_(fresh.float())
         squares = torch.linalg.vector_norm(some, dim=1).double().square()
-        mean_square = len(masses) * float((weights[::every] * squares).mean())
-        spread = mean_square - float(weights.sum() * fresh.square().sum())
+        spread = len(masses) * float((weights[::every] * squares).mean())
         freedom = 1 - float(weights.sum())
-        if min(spread, freedom) <= 0:  # one row, or equal ones: nothing says that they are noisy
+        distance = float((fresh - remembered).square().sum())
+        # One row, or equal ones: nothing says that they are noisy. Or a run that diverges.
+        if min(spread, freedom) <= 0 or not math.isfinite(spread + distance):
             return 0.0
         variance = spread / freedom
-        distance = float((fresh - remembered).square().sum())
         return variance / max(distance, variance / MOST_SHARE)
 
     def keep(self, cloud: Cloud, ridge: SupportRidge) -> None:

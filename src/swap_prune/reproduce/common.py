@@ -61,8 +61,9 @@ class Cell(ABC):
 
     def diverged(self, out: Path) -> str | None:
         """Why the cell's run has no end, if it has none."""
-        path = self.directory(out).path / DIVERGED_FILE
-        return path.read_text().strip() if path.exists() else None
+        directory = self.directory(out)
+        path = directory.path / DIVERGED_FILE
+        return path.read_text().strip() if path.exists() and not directory.finished else None
 
 
 C = TypeVar("C", bound=Cell)
@@ -152,8 +153,9 @@ class Table(ABC, Generic[C]):
             try:
                 _run_cell(cell, prepared[cell], out)
             except DivergedError as error:
-                print(f"{error}; the table says so", file=sys.stderr, flush=True)
-                write_whole(cell.directory(out).path / DIVERGED_FILE, f"{error}\n".encode())
+                path = cell.directory(out).path / DIVERGED_FILE
+                write_whole(path, f"{error}\n".encode())
+                print(f"{error}; to try again, delete {path}", file=sys.stderr, flush=True)
             contents = self.write(out, cells, command)
         print(self.markdown(contents))
         print(f"written: {', '.join(str(out / name) for name in self._files(contents))}")
