@@ -164,7 +164,7 @@ def prune(
 
     Raises:
         InputError: an argument can't be used; the model is unchanged then.
-        DivergedError: an InputError too: losses or gradients ceased to be finite after a stage.
+        DivergedError: an InputError too: losses, gradients or weights ceased to be finite.
     """
     unknown = settings.keys() - Settings.__dataclass_fields__.keys()
     if unknown:
@@ -446,10 +446,10 @@ class _Run:
             for noise in self.noises:
                 batch = noise.samples(batch, generator)
         self.held_out = self._hold_out(number)
-        if number > 1:
-            self._check_held_out()
         if number == 1:
             self._use_contamination(self._estimate_contamination())
+        else:
+            self._check_held_out()
         if self.method.needs_gradients and batch is not None:
             self.bar.set_description(f"{where}: gradients")
             with ExitStack() as noisy:
