@@ -32,7 +32,7 @@ def make_stage(n: int, p: int, k: int, seed: int = 0, layers=None) -> Stage:
         samples_per_row=1,
         remaining=0,
         layers=layers or (slice(0, p),),
-        held_out_loss=None,
+        held_out_losses=None,
     )
 
 

@@ -179,12 +179,16 @@ def test_the_solver_makes_the_derivative_vanish(coupling: str):
 def test_the_method_with_diagonal_smoothing_is_lr():
     """As mixture 0 is (test_pruning.py), so is the printed form with S = I, at epsilon 0."""
     G, w_bar, _ = regression_problem(1, n=12)
-    stage = Stage(DenseGradients(G), w_bar, Budget.over_all(9, 4), 1, 0, (slice(0, 9),), None)
-    fixed = {"damping": 0.05, "first_order": 0.0}
-    lr, _ = WassersteinRegression(**fixed).prune(stage)
+    budget, layers = Budget.over_all(9, 4), (slice(0, 9),)
+
+    def stage():
+        return Stage(DenseGradients(G.clone()), w_bar, budget, 1, 0, layers, None)
+
+    fixed = {"damping": 0.05, "first_order": 0.0, "metric": 0.0}
+    lr, _ = WassersteinRegression(**fixed).prune(stage())
     printed, _ = WassersteinRegression(
         **fixed, coupling="sinkhorn", derivative="printed", epsilon=0.0, mixture=1.0
-    ).prune(stage)
+    ).prune(stage())
     torch.testing.assert_close(printed, lr)
 
 

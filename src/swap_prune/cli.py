@@ -95,6 +95,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--selection", help="saliency or iht (default: saliency)")
     option("--memory", type=int, help="rows that stand for earlier stages' (ewr: 50 or 100)")
     option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
+    option("--metric", type=_number_or_auto, help="curvature's part in the damping, 0 to 1 (auto)")
     option(
         "--contamination",
         type=_number_or_auto,

@@ -20,6 +20,8 @@ from swap_prune.gradients.rows import Loss
 # ImageNet images still lie in cache.
 BATCH_NUMBERS = 2_400_000
 MOST_SAMPLES = 250
+# Held-out samples are evaluated in about this many groups, whose spread tells what is chance.
+GROUPS = 20
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,30 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
 
 def mean_loss(model: nn.Module, batch: Batch, loss: Loss) -> float:
     """The mean loss of `model` on a batch held in memory; infinite rather than NaN."""
-    total, end = 0.0, 0
-    for part, output in outputs_of(model, batch[0]):
+    return float(group_losses(model, batch, loss).mean())
+
+
+def group_losses(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
+    """Losses (groups,) of samples side by side, in float64, whose mean is that of all samples.
+
+    Their spread tells how far the mean is chance, for any loss, also one that is a mean over its
+    batch and nothing else. Infinite rather than NaN.
+    """
+    samples = tree_leaves(batch[0])[0].shape[0]
+    losses = []
+    for part, output in outputs_of(model, batch[0], max(1, samples // GROUPS)):
         targets = tree_map(lambda leaf, part=part: leaf[part], batch[1])
-        total += (part.stop - part.start) * float(loss(output, targets))
-        end = part.stop
-    return total / end if total == total else float("inf")
+        losses.append((part.stop - part.start) * float(loss(output, targets)))
+    # The last group may be smaller: sums in units of the mean group keep the mean exact.
+    found = torch.tensor(losses, dtype=torch.float64) * len(losses) / samples
+    return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def outputs_of(model: nn.Module, inputs: Any) -> Iterator[tuple[slice, Any]]:
-    """The model's outputs, in eval mode and without gradients, for slices of the samples."""
-    samples, size = tree_leaves(inputs)[0].shape[0], batch_samples(inputs)
+def outputs_of(
+    model: nn.Module, inputs: Any, most: int = MOST_SAMPLES
+) -> Iterator[tuple[slice, Any]]:
+    """The model's outputs, in eval mode and without gradients, for slices of at most `most`."""
+    samples, size = tree_leaves(inputs)[0].shape[0], min(most, batch_samples(inputs))
     for start in range(0, samples, size):
         part = slice(start, min(start + size, samples))
         x = tree_map(lambda leaf, part=part: leaf[part], inputs)

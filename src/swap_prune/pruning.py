@@ -25,7 +25,14 @@ from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.calling import fastest_format, formatted
 from swap_prune.errors import DivergedError, InputError, NotFiniteError
-from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss, outputs_of
+from swap_prune.evaluation import (
+    check_task,
+    cross_entropy,
+    evaluate,
+    group_losses,
+    mean_loss,
+    outputs_of,
+)
 from swap_prune.gradients import GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
 from swap_prune.methods import (
@@ -148,6 +155,8 @@ def prune(
             memory: rows that stand for those of earlier stages (for "ewr" as many as a stage has of
                 its own, at most 100, or 50 where it has more than 500; 0 for "lr").
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
+            metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
+                to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
             contamination: fraction of wrong labels to reckon with: samples count as far as their
                 labels are likely to be right; or "auto", estimated on held-out samples with the
                 model as given (the default of "ewr"; 0 for the others).
@@ -471,7 +480,7 @@ class _Run:
             samples_per_row=self.settings.samples_per_row or 1,
             remaining=stages - number,
             layers=tuple(part for _, _, part in self.weights.slices()),
-            held_out_loss=None if self.held_out is None else self._held_out_loss,
+            held_out_losses=None if self.held_out is None else self._held_out_losses,
         )
         w, chosen = self.method.prune(stage)
         if not torch.isfinite(w).all():
@@ -626,10 +635,10 @@ class _Run:
             return Budget.per_layer([part for _, _, part in self.weights.slices()], k)
         return Budget.over_all(self.weights.size, k)
 
-    def _held_out_loss(self, w: Tensor) -> float:
+    def _held_out_losses(self, w: Tensor) -> Tensor:
         assert self.held_out is not None
         self.weights.write(self.model, w)
-        return mean_loss(self.model, self.held_out, self.fitted_loss)
+        return group_losses(self.model, self.held_out, self.fitted_loss)
 
     def _statistics_wanted(self) -> bool:
         # Without held-out samples "auto" has nothing to decide by, and leaves them alone.
@@ -690,6 +699,7 @@ def build_method(settings: Settings) -> Method:
         alternations=settings.alternations,
         memory=settings.memory or 0,
         discount=settings.discount,
+        metric=settings.metric or 0.0,
     )
 
 

@@ -47,6 +47,7 @@ class Settings:
     alternations: int = 3
     memory: int | None = None
     discount: float = 0.0
+    metric: float | Auto | None = None
     contamination: float | Auto | None = None
     per_layer: bool = False
     batchnorm: str = "auto"
@@ -99,6 +100,7 @@ def check(settings: Settings) -> None:
         ("first_order", "a number of at least 0", lambda v: 0 <= v < math.inf),
         ("epsilon", "a number of at least 0", lambda v: v >= 0),
         ("mixture", "a number in [0, 1]", lambda v: 0 <= v <= 1),
+        ("metric", "a number in [0, 1]", lambda v: 0 <= v <= 1),
         ("contamination", "a number in [0, 1)", lambda v: 0 <= v < 1),
     ):
         value = getattr(settings, name)
@@ -116,8 +118,8 @@ def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
 
 def resolve(given: Settings, available: int) -> Settings:
     """Fill in what depends on the amount of data; raise when there is too little of it."""
-    for name in ("memory", "discount"):
-        if getattr(given, name) and given.method not in REGRESSIONS:
+    for name in ("memory", "discount", "metric"):
+        if getattr(given, name) not in (None, 0, "auto") and given.method not in REGRESSIONS:
             raise InputError(
                 f"{name}={getattr(given, name)} has no part in method={given.method!r}; "
                 f"{' and '.join(REGRESSIONS)} have it"
@@ -133,7 +135,11 @@ def resolve(given: Settings, available: int) -> Settings:
             f"and held_out={held_out} need {asked + held_out} samples; "
             f"calibration holds {available}"
         )
-    chosen_by_loss = {"damping": given.damping, "first_order": given.first_order}
+    chosen_by_loss: dict[str, Any] = {
+        "damping": given.damping,
+        "first_order": given.first_order,
+        "metric": given.metric,
+    }
     if given.method == "ewr":
         chosen_by_loss |= {"epsilon": given.epsilon, "mixture": given.mixture}
     if given.method not in REGRESSIONS:
@@ -149,6 +155,9 @@ def resolve(given: Settings, available: int) -> Settings:
     contamination = given.contamination
     if contamination is None:
         contamination = "auto" if given.method == "ewr" and held_out else 0.0
+    metric = given.metric
+    if metric is None:
+        metric = "auto" if given.method in REGRESSIONS and held_out else 0.0
     pool = available - held_out
     samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule
@@ -163,6 +172,7 @@ def resolve(given: Settings, available: int) -> Settings:
         schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
         correcting=correcting,
         memory=_memory(given, samples),
+        metric=metric,
         contamination=contamination,
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),

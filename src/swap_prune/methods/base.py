@@ -24,14 +24,15 @@ class Stage:
     """What a method is given.
 
     Attributes:
-        gradients: G (n, p) at `w_bar`; None for a method that needs none.
+        gradients: G (n, p) at `w_bar`, which the method may overwrite; None for a method that
+            needs none.
         w_bar: the current weights (p,).
         budget: how many weights may stay.
         samples_per_row: m, the samples that each row of G averages.
         remaining: how many stages follow this one.
         layers: the slice of the weights of each layer.
-        held_out_loss: the model's loss on held-out samples with the weights given; None when
-            nothing is held out.
+        held_out_losses: the model's losses on groups of held-out samples with the weights given,
+            whose mean is that of all; None when nothing is held out.
     """
 
     gradients: GradientOperator | None
@@ -40,7 +41,7 @@ class Stage:
     samples_per_row: int
     remaining: int
     layers: tuple[slice, ...]
-    held_out_loss: Callable[[Tensor], float] | None
+    held_out_losses: Callable[[Tensor], Tensor] | None
 
 
 class Method(ABC):

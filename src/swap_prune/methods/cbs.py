@@ -55,9 +55,9 @@ class CombinatorialBrainSurgeon(Method):
         y = stage.gradients @ stage.w_bar
         dampings = DAMPINGS if self.damping == "auto" else (self.damping,)
         updates = [(damping, ridge.weights(ridge.dual(y, damping))) for damping in dampings]
-        if len(updates) > 1 and stage.held_out_loss is not None:
-            held_out_loss = stage.held_out_loss
-            updates.sort(key=lambda update: held_out_loss(update[1]))
+        if len(updates) > 1 and stage.held_out_losses is not None:
+            losses = stage.held_out_losses
+            updates.sort(key=lambda update: float(losses(update[1]).mean()))
         damping, w = updates[0]
         return w, {"damping": damping, "swaps": search.swaps}
 

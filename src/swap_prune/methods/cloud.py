@@ -79,6 +79,11 @@ class RowMemory:
         self.support = torch.empty(0, dtype=torch.long)
         self.ones = torch.empty(0, dtype=torch.float64)
 
+    def rescale(self, factors: Tensor) -> None:
+        """Go over to other coordinates: each column times its factor, of factors (p,)."""
+        if self.rows is not None:
+            self.rows = self.rows * factors[self.support]
+
     def cloud(self, gradients: GradientOperator) -> Cloud:
         """The fresh rows (n, p) and the remembered ones."""
         n, p = gradients.shape

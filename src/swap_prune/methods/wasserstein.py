@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swap_prune import transport
+from swap_prune import metric, transport
 from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.methods.cloud import Cloud, RowMemory
-from swap_prune.regression import SupportRidge, hard_threshold_descent
+from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
 
 # Where the search for a setting begins at the first stage; later stages begin at the last choice.
 FIRST_DAMPING = 0.01
@@ -24,6 +25,9 @@ DAMPING_FACTOR = 3.0
 DAMPING_RANGE = (1e-8, 1e3)
 # A step has to lower the held-out loss by this fraction to be worth searching from.
 WORTHWHILE = 1e-3
+# ... and by so many standard errors of the difference, which is taken sample by sample: with few
+# held-out samples, steps that are no better would else be taken for better ones (docs/choices.md).
+CHANCE = 1.0
 STEP_RANGE = (1 / 16, 16.0)
 # A coupling off the diagonal has to lower the held-out loss by this fraction: matching clouds asks
 # less than matching pairs, so small gains now are paid for in later stages (docs/noise.md).
@@ -34,6 +38,8 @@ BOLDNESS = 3.0
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.1, 0.01, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
+# What metric="auto" tries.
+METRICS = (0.0, 0.9)
 
 
 @dataclass
@@ -57,6 +63,7 @@ class WassersteinRegression(Method):
         alternations: how often transport and regression follow each other.
         memory: how many rows stand for those of earlier stages; 0 for none.
         discount: how fast a row's mass falls with its norm; 0 gives all the same.
+        metric: κ, how far the damping of a weight follows its own curvature; 0 is the paper's.
     """
 
     damping: float | Auto = "auto"
@@ -70,6 +77,7 @@ class WassersteinRegression(Method):
     alternations: int = 3
     memory: int = 0
     discount: float = 0.0
+    metric: float | Auto = "auto"
 
     def __post_init__(self) -> None:
         """Where the searches begin; each stage's choice is the next one's beginning."""
@@ -77,24 +85,57 @@ class WassersteinRegression(Method):
         self._first_step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
         self._step_damping = self._first_step_damping
         self._memory = RowMemory(self.memory, self.discount)
+        self._metric = None if self.metric == "auto" else self.metric
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The rows remembered, and where the next stage's searches begin."""
-        values = {"damping": self._damping, "step_damping": self._step_damping}
+        values = {
+            "damping": self._damping,
+            "step_damping": self._step_damping,
+            "metric": self._metric,
+        }
         return self._memory.tensors(), values
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take up what `state` gave."""
         self._memory.restore(tensors)
         self._damping, self._step_damping = values["damping"], values["step_damping"]
+        self._metric = values["metric"]
 
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
+        if self._metric is None:
+            self._metric = min(METRICS, key=partial(self._rehearse, stage))
+        scale = metric.scales(stage.gradients.rows(), stage.w_bar != 0, self._metric)
+        self._memory.rescale(scale)
+        u, chosen = self._regress(_in_coordinates(stage, scale))
+        self._memory.rescale(1 / scale)
+        return u * scale, chosen | {"metric": self._metric}
+
+    def _rehearse(self, stage: Stage, share: float) -> float:
+        """The held-out loss after half of the weights are cut with this share of curvature."""
+        assert stage.gradients is not None
+        rows, present = stage.gradients.rows(), stage.w_bar != 0
+        scale = metric.scales(rows, present, share)
+        groups = stage.budget.groups
+        half = Budget(groups, tuple(math.ceil(int(present[g].sum()) / 2) for g in groups))
+        trial = _in_coordinates(replace(stage, budget=half), scale)
+        cloud = self._memory.cloud(stage.gradients)
+        y = (cloud.gradients @ trial.w_bar).double()
+        ridge = self._on_support(trial, cloud, y)
+        solution = Candidate(ridge.dual(y, self._damping), {})
+        loss = _Trial(ridge, trial.held_out_losses).loss(solution)
+        rows.div_(scale)
+        return loss
+
+    def _regress(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
+        """The same in coordinates in which the damping holds all weights alike."""
+        assert stage.gradients is not None
         cloud = self._memory.cloud(stage.gradients)
         y = (cloud.gradients @ stage.w_bar).double()
         ridge = self._on_support(stage, cloud, y)
-        trial = _Trial(ridge, stage.held_out_loss)
+        trial = _Trial(ridge, stage.held_out_losses)
         # Without a cut x = y already: there is nothing to make good, nor to transport.
         cut = len(ridge.support) < int((stage.w_bar != 0).sum())
         solution = Candidate(ridge.dual(y, self._damping), {"damping": self._damping})
@@ -114,8 +155,8 @@ class WassersteinRegression(Method):
             shift = cloud.ones / stage.samples_per_row
             solution = self._first_order(ridge, trial, solution, shift, bold)
         self._memory.keep(cloud, ridge)
-        if solution.loss is not None:
-            solution.settings["held_out_loss"] = solution.loss
+        if solution.losses is not None:
+            solution.settings["held_out_loss"] = float(solution.losses.mean())
         return ridge.weights(solution.v), solution.settings
 
     def _on_support(self, stage: Stage, cloud: Cloud, y: Tensor) -> SupportRidge:
@@ -148,7 +189,7 @@ class WassersteinRegression(Method):
         best = solve(epsilons[0], mixtures[0])
         if self.mixture == "auto":
             unmixed = {"epsilon": epsilons[0], "mixture": 0.0}
-            untouched = Candidate(lr.v, lr.settings | unmixed, lr.loss)
+            untouched = Candidate(lr.v, lr.settings | unmixed, lr.losses)
             # One look a stage: only where transport pays at all are the others worth their time.
             if not trial.improves(best, untouched, TRANSPORT_GAIN):
                 return untouched
@@ -218,7 +259,7 @@ class WassersteinRegression(Method):
                 self._step_damping, lambda d: step(d, size), DAMPING_FACTOR, DAMPING_RANGE, taken
             )
         if self.first_order == "auto":
-            none = Candidate(solution.v, solution.settings | {"first_order": 0.0}, solution.loss)
+            none = Candidate(solution.v, solution.settings | {"first_order": 0.0}, solution.losses)
             if not trial.improves(taken, none):
                 # The damping grew until nothing moved: no place to begin the next search.
                 self._step_damping = self._first_step_damping
@@ -233,13 +274,25 @@ class WassersteinRegression(Method):
         return taken
 
 
+def _in_coordinates(stage: Stage, scale: Tensor) -> Stage:
+    """The stage for weights `w / scale` (p,); G is changed in place, for a second has no room."""
+    assert stage.gradients is not None
+    stage.gradients.rows().mul_(scale)
+    losses = stage.held_out_losses
+    return replace(
+        stage,
+        w_bar=stage.w_bar / scale,
+        held_out_losses=None if losses is None else lambda u: losses(u * scale),
+    )
+
+
 @dataclass
 class Candidate:
-    """A solution `v` (n,) of the regression, the settings behind it, its loss once measured."""
+    """A solution `v` (n,) of the regression, the settings behind it, its losses once measured."""
 
     v: Tensor
     settings: dict[str, Any]
-    loss: float | None = None
+    losses: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -257,18 +310,24 @@ class _Trial:
     """Choice among solutions by the loss on held-out samples."""
 
     ridge: SupportRidge
-    held_out_loss: Callable[[Tensor], float] | None
+    held_out_losses: Callable[[Tensor], Tensor] | None
 
     def best(self, candidates: list[Candidate]) -> Candidate:
         """The candidate of the lowest loss, the first one among equals."""
-        return candidates[0] if len(candidates) == 1 else min(candidates, key=self._loss)
+        return candidates[0] if len(candidates) == 1 else min(candidates, key=self.loss)
 
     def improves(
         self, candidate: Candidate, other: Candidate, fraction: float = WORTHWHILE
     ) -> bool:
-        """Whether the candidate's loss is lower by more than this fraction of the other's."""
-        gain = self._loss(other) - self._loss(candidate)
-        return gain > fraction * abs(self._loss(other))
+        """Whether the loss is lower by more than this fraction of the other's, and than chance."""
+        gain = self.loss(other) - self.loss(candidate)
+        if not gain > fraction * abs(self.loss(other)):
+            return False
+        differences = self._losses(other) - self._losses(candidate)
+        # One group tells nothing of chance; an infinite loss is beyond it.
+        if len(differences) == 1 or not torch.isfinite(differences).all():
+            return True
+        return gain > CHANCE * float(differences.std()) / math.sqrt(len(differences))
 
     def line(
         self,
@@ -284,15 +343,19 @@ class _Trial:
             value = start * ratio
             while bounds[0] <= value <= bounds[1]:
                 candidate = make(value)
-                if not self._loss(candidate) < self._loss(best):
+                if not self.loss(candidate) < self.loss(best):
                     break
                 best, value = candidate, value * ratio
             if best is not first:
                 break
         return best
 
-    def _loss(self, candidate: Candidate) -> float:
-        assert self.held_out_loss is not None
-        if candidate.loss is None:
-            candidate.loss = self.held_out_loss(self.ridge.weights(candidate.v))
-        return candidate.loss
+    def loss(self, candidate: Candidate) -> float:
+        """The mean loss."""
+        return float(self._losses(candidate).mean())
+
+    def _losses(self, candidate: Candidate) -> Tensor:
+        assert self.held_out_losses is not None
+        if candidate.losses is None:
+            candidate.losses = self.held_out_losses(self.ridge.weights(candidate.v))
+        return candidate.losses
