@@ -200,3 +200,31 @@ def test_degenerate_problems_stay_finite():
         assert torch.isfinite(ridge.weights(ridge.dual(y - 1, 0.01))).all()
         w = hard_threshold_descent(G, y, w_bar, Budget.over_all(3, 2), 0.01)
         assert int((w != 0).sum()) == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(2, 40), count=st.integers(1, 12), seed=st.integers(0, 99))
+def test_leading_directions_hold_almost_as_much_curvature_as_the_eigenvectors(n, count, seed):
+    count = min(count, n)
+    rows = torch.randn(n, 50, generator=torch.Generator().manual_seed(seed))
+    # Eigenvalues that fall as those of gradients do.
+    G = DenseGradients(rows * torch.logspace(0, -2, 50))
+    ridge = SupportRidge(G, torch.ones(50), torch.arange(50))
+    found = ridge.leading(count)
+    torch.testing.assert_close(found.T @ found, torch.eye(count, dtype=torch.float64))
+    best = torch.linalg.eigvalsh(ridge.gram)[-count:].sum()
+    assert float((found * (ridge.gram @ found)).sum()) > 0.99 * float(best)
+
+
+def test_a_gram_matrix_that_rounding_made_indefinite_is_still_solved():
+    G, w_bar, targets = problem(4, 9, 0)
+    gram = G.gram()
+    values, vectors = torch.linalg.eigh(gram)
+    values[0] = -1e-6
+    broken = SupportRidge(G, w_bar, torch.arange(9), (vectors * values) @ vectors.T)
+    v = broken.dual(targets, 1e-9)
+    assert torch.isfinite(v).all()
+    right = targets.double() - broken.start
+    expected = vectors @ ((vectors.T @ right) / (values.clamp_min(0) + 4e-9))
+    torch.testing.assert_close(v, expected, rtol=1e-6, atol=0)
+    assert torch.isfinite(broken.saliency(targets, 1e-9)).all()

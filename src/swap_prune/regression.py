@@ -21,6 +21,11 @@ from swap_prune.gradients import GradientOperator
 STEP_GROWTH = 2.0
 # Columns of G handled at once where a second n × p matrix would otherwise be needed.
 COLUMN_BLOCK = 2**14
+# A search goes from one damping to the next, and back to the best one.
+KEPT_FACTORS = 3
+# How leading eigenvectors are found: iterations, and vectors beyond those asked for.
+SUBSPACE_ITERATIONS = 4
+SPARE_VECTORS = 10
 
 
 @dataclass(frozen=True)
@@ -180,8 +185,9 @@ class SupportRidge:
 
     With `δ = w_S - w_bar_S` the minimiser is `δ = G_Sᵀ v`, where
     `v = (G_S G_Sᵀ + nλ I)⁻¹ (t - G_S w_bar_S)` (Woodbury).
-    One eigendecomposition of the n × n matrix serves every λ and every t, and all but the last
-    step, `weights`, happens among n numbers.
+    The n × n matrix serves every λ and every t, and all but the last step, `weights`, happens
+    among n numbers. A λ costs a Cholesky factor: twenty of them take as long as the
+    eigendecomposition that would serve all, and a stage tries fewer.
 
     Args:
         gradients: G (n, p).
@@ -202,10 +208,14 @@ class SupportRidge:
         self.columns = gradients.columns(support)
         self.start = (self.columns @ w_bar[support]).double()
         self.gram = self.columns.gram() if gram is None else gram
+        self._factors: dict[float, Tensor | None] = {}
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues (n,), ascending and not below zero, and eigenvectors (n, n) of the matrix."""
+        """Eigenvalues (n,), ascending and not below zero, and eigenvectors (n, n) of the matrix.
+
+        For where rounding has made it indefinite, so that there is no Cholesky factor.
+        """
         eigenvalues, vectors = torch.linalg.eigh(self.gram)
         return eigenvalues.clamp_min(0.0), vectors
 
@@ -226,6 +236,9 @@ class SupportRidge:
 
     def solve(self, right: Tensor, damping: float) -> Tensor:
         """`(G_S G_Sᵀ + nλ I)⁻¹` times a vector (n,) in float64."""
+        factor = self._factor(damping)
+        if factor is not None:
+            return torch.cholesky_solve(right[:, None], factor)[:, 0]
         eigenvalues, vectors = self.spectrum
         return vectors @ ((vectors.T @ right) / (eigenvalues + len(right) * damping))
 
@@ -235,16 +248,28 @@ class SupportRidge:
         With `δ = G_Sᵀ v` that is `(S G_S G_Sᵀ + nλ I) v = S (t - G_S w_bar)`; S (n, n) is the
         smoother, and S = I gives `dual`.
         """
-        n = len(self.start)
-        eigenvalues, vectors = self.spectrum
-        gram = (vectors * eigenvalues) @ vectors.T
-        system = smoother @ gram + n * damping * torch.eye(n, dtype=gram.dtype)
+        system = smoother @ self.gram
+        system.diagonal().add_(len(self.start) * damping)
         return torch.linalg.solve(system, smoother @ (targets.double() - self.start))
 
     def predictions(self, v: Tensor) -> Tensor:
         """`x = G_S w` (n,) for the weights that belong to `v`."""
-        eigenvalues, vectors = self.spectrum
-        return self.start + vectors @ (eigenvalues * (vectors.T @ v))
+        return self.start + self.gram @ v
+
+    def leading(self, count: int) -> Tensor:
+        """Orthonormal columns (n, count) close to the leading eigenvectors of `G_S G_Sᵀ`.
+
+        By subspace iteration: the eigenvalues of gradients fall fast, and whoever asks for few of
+        a thousand vectors does not need them exact.
+        """
+        n = len(self.start)
+        generator = torch.Generator().manual_seed(0)
+        size = min(n, count + SPARE_VECTORS)
+        basis = torch.randn(n, size, generator=generator, dtype=self.gram.dtype)
+        for _ in range(SUBSPACE_ITERATIONS):
+            basis = torch.linalg.qr(self.gram @ basis).Q
+        _, vectors = torch.linalg.eigh(basis.T @ self.gram @ basis)
+        return basis @ vectors[:, size - count :]
 
     def weights(self, v: Tensor) -> Tensor:
         """The weights (p,) that belong to `v`: `w_bar + G_Sᵀ v` on the support, zero elsewhere."""
@@ -278,10 +303,20 @@ class SupportRidge:
     def _inverse_root(self, damping: float) -> Tensor:
         """A matrix R (n, n) with `RᵀR = (G_S G_Sᵀ + nλ I)⁻¹`."""
         n = len(self.start)
-        identity = torch.eye(n, dtype=self.gram.dtype)
-        factor, failed = torch.linalg.cholesky_ex(self.gram + n * damping * identity)
-        if not failed:
+        factor = self._factor(damping)
+        if factor is not None:
+            identity = torch.eye(n, dtype=factor.dtype)
             return torch.linalg.solve_triangular(factor, identity, upper=False)
-        # Rounding has made an eigenvalue negative; the spectrum, dearer, has it at zero.
         eigenvalues, vectors = self.spectrum
         return (eigenvalues + n * damping).rsqrt()[:, None] * vectors.T
+
+    def _factor(self, damping: float) -> Tensor | None:
+        """The Cholesky factor (n, n) of `G_S G_Sᵀ + nλ I`; None if rounding left it without."""
+        if damping not in self._factors:
+            while len(self._factors) >= KEPT_FACTORS:
+                del self._factors[next(iter(self._factors))]
+            system = self.gram.clone()
+            system.diagonal().add_(len(self.start) * damping)
+            factor, failed = torch.linalg.cholesky_ex(system)
+            self._factors[damping] = None if failed else factor
+        return self._factors[damping]

@@ -130,7 +130,7 @@ class RowMemory:
         if total <= self.size:
             basis = torch.eye(total, dtype=torch.float64)
         else:
-            leading = ridge.spectrum[1][:, total - self.size + 1 :]
+            leading = ridge.leading(self.size - 1)
             mean = (cloud.ones / cloud.ones.norm())[:, None]
             basis = torch.linalg.qr(torch.cat([mean, leading], dim=1)).Q
         basis = basis / math.sqrt(total)

@@ -355,7 +355,7 @@ class _Trial:
         return float(self._losses(candidate).mean())
 
     def _losses(self, candidate: Candidate) -> Tensor:
-        assert self.held_out_losses is not None
         if candidate.losses is None:
+            assert self.held_out_losses is not None
             candidate.losses = self.held_out_losses(self.ridge.weights(candidate.v))
         return candidate.losses
