@@ -320,13 +320,14 @@ class _Trial:
         self, candidate: Candidate, other: Candidate, fraction: float = WORTHWHILE
     ) -> bool:
         """Whether the loss is lower by more than this fraction of the other's, and than chance."""
+        if math.isinf(self.loss(other)):
+            return math.isfinite(self.loss(candidate))
         gain = self.loss(other) - self.loss(candidate)
         if not gain > fraction * abs(self.loss(other)):
             return False
         differences = self._losses(other) - self._losses(candidate)
-        # One group tells nothing of chance; an infinite loss is beyond it.
-        if len(differences) == 1 or not torch.isfinite(differences).all():
-            return True
+        if len(differences) == 1:
+            return True  # nothing tells what is chance
         return gain > CHANCE * float(differences.std()) / math.sqrt(len(differences))
 
     def line(
