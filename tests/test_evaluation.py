@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from swap_prune.evaluation import GROUPS, cross_entropy, group_losses, mean_loss
+from swap_prune.evaluation import CHANCE, GROUPS, cross_entropy, group_losses, mean_loss
 from swap_prune.gradients import DenseGradients
-from swap_prune.methods.wasserstein import CHANCE, WORTHWHILE, Candidate, _Trial
+from swap_prune.methods.wasserstein import WORTHWHILE, Candidate, _Trial
 from swap_prune.regression import SupportRidge
 
 
@@ -20,13 +20,25 @@ def test_the_mean_of_the_groups_is_that_of_the_samples(samples):
     losses = group_losses(model, (x, labels), cross_entropy)
     expected = cross_entropy(model(x), labels).item()
     assert float(losses.mean()) == pytest.approx(expected, rel=1e-5)
-    assert mean_loss(model, (x, labels), cross_entropy) == float(losses.mean())
+    assert mean_loss(model, (x, labels), cross_entropy) == pytest.approx(expected, rel=1e-5)
     assert len(losses) >= min(samples, GROUPS)
 
 
 def test_a_loss_that_is_no_number_counts_as_infinite():
     batch = (torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 0]))
     assert mean_loss(nn.Linear(1, 2), batch, cross_entropy) == float("inf")
+
+
+def test_a_loss_of_minus_infinity_is_no_good_one():
+    batch = torch.ones(3, 1), torch.ones(3)
+    losses = group_losses(nn.Identity(), batch, lambda x, t: (x[:, 0] - t).abs().log().mean())
+    assert torch.isposinf(losses).all()
+
+
+def test_a_loss_with_class_weights_is_that_of_the_whole_batch():
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0]))
+    model, x, labels = nn.Linear(3, 2), torch.randn(30, 3), torch.randint(2, (30,))
+    assert mean_loss(model, (x, labels), loss) == pytest.approx(loss(model(x), labels).item())
 
 
 def judge(losses, others, fraction=WORTHWHILE):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap_prune import metric
+from swap_prune import InputError, metric, prune
 from swap_prune.gradients import DenseGradients
 from swap_prune.methods import Stage, WassersteinRegression
 from swap_prune.methods.wasserstein import METRICS
@@ -45,6 +45,26 @@ def test_zero_single_and_equal_rows_give_finite_scales(rows):
         scale = metric.scales(rows, torch.ones(3, dtype=torch.bool), share)
         assert torch.isfinite(scale).all()
         assert (scale > 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-23, 1e-21, 1e-3, 1e18])
+def test_gradients_of_any_size_give_finite_scales(size):
+    for share in (0.0, 0.9, 1.0):
+        scale = metric.scales(size * gradients(6, 4, 0), torch.ones(4, dtype=torch.bool), share)
+        assert torch.isfinite(scale).all()
+        assert (scale > 0).all()
+
+
+@pytest.mark.parametrize("method", ["lr", "ewr"])
+def test_a_model_that_is_almost_sure_is_pruned(method):
+    """Its gradients are so small that their squares leave float32."""
+    model = torch.nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[50.0, 1.0, 2.0, 3.0], [-50.0, 3.0, 2.0, 1.0]]))
+    x = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = x[:, 0].sign()
+    result = prune(model, (x, (x[:, 0] < 0).long()), sparsity=0.5, method=method)
+    assert result.nonzeros == 4
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -91,3 +111,55 @@ def test_auto_takes_the_share_of_the_lowest_held_out_loss_once(best):
     resumed.restore(*method.state())
     _, later = resumed.prune(stage(4))
     assert later["metric"] == best
+
+
+def test_what_is_remembered_is_in_the_coordinates_of_the_weights():
+    """Two stages with memory: the mean of the rows kept is the mean gradient on the support."""
+    p = 8
+    w = torch.randn(p, generator=torch.Generator().manual_seed(3))
+    method = WassersteinRegression(damping=0.03, first_order=0.0, metric=0.9, memory=20)
+    rows = gradients(10, p, 4)
+    for k in (6, 4):
+        stage = Stage(DenseGradients(rows.clone()), w, Budget.over_all(p, k), 1, 0, (), None)
+        w, _ = method.prune(stage)
+    tensors, _ = method.state()
+    mean = tensors["rows"].double().T @ tensors["ones"]
+    torch.testing.assert_close(
+        mean, rows.double().mean(0)[tensors["support"]], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_rehearsal_keeps_to_the_layers_of_the_budget():
+    rows, p, seen = gradients(30, 8, 2), 8, []
+    w_bar = torch.randn(p, generator=torch.Generator().manual_seed(3))
+    layers = (slice(0, 3), slice(3, 8))
+
+    def losses(w):
+        seen.append([int((w[layer] != 0).sum()) for layer in layers])
+        return torch.ones(1, dtype=torch.float64)
+
+    stage = Stage(DenseGradients(rows), w_bar, Budget(layers, (2, 4)), 1, 0, layers, losses)
+    WassersteinRegression(damping=0.03, first_order=0.0).prune(stage)
+    assert seen[: len(METRICS)] == [[2, 3]] * len(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"metric": 2}, "metric=2 must be a number in [0, 1], or 'auto'"),
+        ({"metric": 0.5, "method": "wf"}, "metric=0.5 has no part in method='wf'"),
+        ({"metric": "auto", "held_out": 0, "damping": 0.1, "first_order": 1}, "held_out is 0"),
+    ],
+)
+def test_metrics_that_no_run_can_use_are_named(settings, said):
+    data = torch.randn(40, 4), torch.randint(2, (40,))
+    with pytest.raises(InputError) as error:
+        prune(torch.nn.Linear(4, 2), data, sparsity=0.5, samples=10, **settings)
+    assert said in str(error.value)
+
+
+def test_without_held_out_samples_the_metric_is_the_papers():
+    data = torch.randn(40, 4), torch.randint(2, (40,))
+    fixed = {"held_out": 0, "damping": 0.1, "first_order": 1, "samples": 10}
+    result = prune(torch.nn.Linear(4, 2), data, sparsity=0.5, method="lr", **fixed)
+    assert result.settings["metric"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ BATCH_NUMBERS = 2_400_000
 MOST_SAMPLES = 250
 # Held-out samples are evaluated in about this many groups, whose spread tells what is chance.
 GROUPS = 20
+# A gain has to be above so many standard errors of itself, which is taken group by group: with few
+# held-out samples, what is no better would else be taken for better (docs/choices.md).
+CHANCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,23 +79,37 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
 
 def mean_loss(model: nn.Module, batch: Batch, loss: Loss) -> float:
     """The mean loss of `model` on a batch held in memory; infinite rather than NaN."""
-    return float(group_losses(model, batch, loss).mean())
+    return float(_losses(model, batch, loss, MOST_SAMPLES).mean())
 
 
 def group_losses(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
     """Losses (groups,) of samples side by side, in float64, whose mean is that of all samples.
 
-    Their spread tells how far the mean is chance, for any loss, also one that is a mean over its
-    batch and nothing else. Infinite rather than NaN.
+    Their spread tells how far the mean is chance; the loss need not know of single samples, as
+    long as it is a mean over its batch. Infinite rather than NaN.
     """
-    samples = tree_leaves(batch[0])[0].shape[0]
-    losses = []
-    for part, output in outputs_of(model, batch[0], max(1, samples // GROUPS)):
+    return _losses(model, batch, loss, max(1, tree_leaves(batch[0])[0].shape[0] // GROUPS))
+
+
+def _losses(model: nn.Module, batch: Batch, loss: Loss, most: int) -> Tensor:
+    """The losses of parts of at most `most` samples, as sums in units of the mean part."""
+    sums, end = [], 0
+    for part, output in outputs_of(model, batch[0], most):
         targets = tree_map(lambda leaf, part=part: leaf[part], batch[1])
-        losses.append((part.stop - part.start) * float(loss(output, targets)))
-    # The last group may be smaller: sums in units of the mean group keep the mean exact.
-    found = torch.tensor(losses, dtype=torch.float64) * len(losses) / samples
-    return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        sums.append((part.stop - part.start) * float(loss(output, targets)))
+        end = part.stop
+    found = torch.tensor(sums, dtype=torch.float64) * len(sums) / end
+    return found.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+
+
+def beyond_chance(losses: Tensor, others: Tensor) -> bool:
+    """Whether losses (groups,) are lower than others by more than `CHANCE` standard errors."""
+    if torch.isinf(others.mean()):
+        return bool(torch.isfinite(losses.mean()))
+    gains = others - losses
+    # One group tells nothing of chance.
+    error = float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return float(gains.mean()) > CHANCE * error
 
 
 def outputs_of(

@@ -4,11 +4,12 @@ The paper's damping, `λ/2 ‖w - w_bar‖²`, holds all weights alike: a hundre
 weights then rank weights by their magnitude alone, and move most those that the loss feels most.
 Here a weight is held by its own curvature too,
 
-    λ/2 Σ_i D_i (w_i - w_bar_i)²,    D_i = (1 - κ) + κ d_i / mean(d),    d_i = mean_k G_ki²
+    λ/2 Σ_i D_i (w_i - w_bar_i)²,    D_i = c ((1 - κ) + κ d_i / mean(d)),    d_i = mean_k G_ki²
 
-so that on its own a weight's saliency is between its magnitude (κ = 0) and the optimal brain
-damage's `w_i² d_i` (κ = 1). With `u_i = w_i √D_i` and `G_ki / √D_i` this is the plain ridge again,
-and nothing else of the regression has to know.
+with c such that the mean curvature stays, and λ means as much for every κ. On its own a weight's
+saliency then lies between its magnitude (κ = 0) and the optimal brain damage's `w_i² d_i` (κ = 1).
+With `u_i = w_i √D_i` and `G_ki / √D_i` this is the plain ridge again, and nothing else of the
+regression has to know.
 """
 
 from __future__ import annotations
@@ -23,25 +24,24 @@ BLOCK = (64, 4096)
 def scales(rows: Tensor, present: Tensor, share: float) -> Tensor:
     """`1/√D` (p,), the factors of the columns of G.
 
-    They are normalised so that the weights present have the mean curvature that they had, and a
-    damping means as much as without them.
-
     Args:
         rows: G (n, p).
         present: which weights (p,) have not been cut.
         share: κ in [0, 1].
     """
-    curvature = _mean_squares(rows)
+    curvature = mean_squares(rows)
     mean = curvature[present].mean()
-    if not mean > 0:
+    # Squares beyond float32 tell nothing of single weights.
+    if share == 0 or not 0 < mean < torch.inf:
         return torch.ones_like(curvature)
+    relative = curvature / mean
     # At κ = 1 a weight that no row feels would not be held at all; float32 needs it to be.
-    metric = ((1 - share) + share * curvature / mean).clamp_min(torch.finfo(rows.dtype).eps)
-    return (metric * (curvature / metric)[present].mean() / mean).rsqrt()
+    unscaled = ((1 - share) + share * relative).clamp_min(torch.finfo(rows.dtype).eps)
+    return (unscaled * (relative / unscaled)[present].mean()).rsqrt()
 
 
-def _mean_squares(rows: Tensor) -> Tensor:
-    """The mean square (p,) of each column."""
+def mean_squares(rows: Tensor) -> Tensor:
+    """`d` (p,): the mean square of each column of G (n, p), the empirical Fisher's diagonal."""
     parts = [
         torch.stack([part.square().sum(0) for part in columns.split(BLOCK[0])]).sum(0)
         for columns in rows.split(BLOCK[1], dim=1)

@@ -26,6 +26,7 @@ from swap_prune.calibration import Batch, CalibrationStream, Samples
 from swap_prune.calling import fastest_format, formatted
 from swap_prune.errors import DivergedError, InputError, NotFiniteError
 from swap_prune.evaluation import (
+    beyond_chance,
     check_task,
     cross_entropy,
     evaluate,
@@ -490,9 +491,9 @@ class _Run:
             )
         self.weights.write(self.model, w)
         if self.held_out is not None and "held_out_loss" not in chosen:
-            chosen["held_out_loss"] = self._current_loss()
+            chosen["held_out_loss"] = float(self._current_losses().mean())
         if batch is not None and self._statistics_wanted():
-            chosen |= self._reestimate(batch[0], chosen.get("held_out_loss"))
+            chosen |= self._reestimate(batch[0])
         self.seconds["solve"] += time.perf_counter() - start_solve
         line = {"stage": number, **chosen}
         if number == 1 and self.settings.contamination != 0:
@@ -638,34 +639,34 @@ class _Run:
     def _held_out_losses(self, w: Tensor) -> Tensor:
         assert self.held_out is not None
         self.weights.write(self.model, w)
-        return group_losses(self.model, self.held_out, self.fitted_loss)
+        return self._current_losses()
 
     def _statistics_wanted(self) -> bool:
         # Without held-out samples "auto" has nothing to decide by, and leaves them alone.
         decidable = self.settings.batchnorm == "auto" and self.settings.held_out != 0
         return self.has_statistics and (decidable or self.settings.batchnorm == "always")
 
-    def _reestimate(self, inputs: Any, loss: float | None) -> dict[str, Any]:
+    def _reestimate(self, inputs: Any) -> dict[str, Any]:
         """Re-estimate BatchNorm's statistics; under "auto" keep them only where that helps.
 
         Args:
             inputs: calibration inputs, samples first.
-            loss: the held-out loss so far; None when nothing is held out.
         """
         before = batchnorm_statistics.statistics(self.model)
+        losses = None if self.held_out is None else self._current_losses()
         few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
         batchnorm_statistics.reestimate(self.model, few)
-        if loss is None:
+        if losses is None:
             return {"batchnorm": "re-estimated"}
-        after = self._current_loss()
-        if self.settings.batchnorm == "auto" and not after < loss:
+        after = self._current_losses()
+        if self.settings.batchnorm == "auto" and not beyond_chance(after, losses):
             batchnorm_statistics.restore(self.model, before)
             return {"batchnorm": "kept"}
-        return {"batchnorm": "re-estimated", "held_out_loss": after}
+        return {"batchnorm": "re-estimated", "held_out_loss": float(after.mean())}
 
-    def _current_loss(self) -> float:
+    def _current_losses(self) -> Tensor:
         assert self.held_out is not None
-        return mean_loss(self.model, self.held_out, self.fitted_loss)
+        return group_losses(self.model, self.held_out, self.fitted_loss)
 
     def _reserve(self, available: int) -> int:
         """How many samples are set aside to be held out: others for every stage if they suffice."""

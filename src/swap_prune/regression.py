@@ -311,12 +311,18 @@ class SupportRidge:
         return (eigenvalues + n * damping).rsqrt()[:, None] * vectors.T
 
     def _factor(self, damping: float) -> Tensor | None:
-        """The Cholesky factor (n, n) of `G_S G_Sᵀ + nλ I`; None if rounding left it without."""
+        """The Cholesky factor (n, n) of `G_S G_Sᵀ + nλ I`; None if rounding left it without.
+
+        Raises:
+            torch.linalg.LinAlgError: if products of gradients are beyond float32.
+        """
         if damping not in self._factors:
             while len(self._factors) >= KEPT_FACTORS:
                 del self._factors[next(iter(self._factors))]
             system = self.gram.clone()
             system.diagonal().add_(len(self.start) * damping)
             factor, failed = torch.linalg.cholesky_ex(system)
+            if failed and not torch.isfinite(self.gram).all():
+                raise torch.linalg.LinAlgError("the Gram matrix of the gradients is not finite")
             self._factors[damping] = None if failed else factor
         return self._factors[damping]

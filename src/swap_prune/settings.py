@@ -119,7 +119,7 @@ def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
 def resolve(given: Settings, available: int) -> Settings:
     """Fill in what depends on the amount of data; raise when there is too little of it."""
     for name in ("memory", "discount", "metric"):
-        if getattr(given, name) not in (None, 0, "auto") and given.method not in REGRESSIONS:
+        if getattr(given, name) not in (None, 0) and given.method not in REGRESSIONS:
             raise InputError(
                 f"{name}={getattr(given, name)} has no part in method={given.method!r}; "
                 f"{' and '.join(REGRESSIONS)} have it"
@@ -156,8 +156,8 @@ def resolve(given: Settings, available: int) -> Settings:
     if contamination is None:
         contamination = "auto" if given.method == "ewr" and held_out else 0.0
     metric = given.metric
-    if metric is None:
-        metric = "auto" if given.method in REGRESSIONS and held_out else 0.0
+    if metric is None and given.method in REGRESSIONS:
+        metric = "auto" if held_out else 0.0
     pool = available - held_out
     samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swap_prune.methods.base import Auto, Method, Stage
-from swap_prune.methods.obd import fisher_diagonal
+from swap_prune.metric import mean_squares
 from swap_prune.regression import SupportRidge
 
 # Damping of the search relative to the mean curvature of a weight: with less, it finds sets that
@@ -47,7 +47,7 @@ class CombinatorialBrainSurgeon(Method):
         assert stage.gradients is not None
         if stage.budget.allows(stage.w_bar):
             return stage.w_bar.clone(), {}
-        curvature = float(fisher_diagonal(stage.gradients)[stage.w_bar != 0].mean())
+        curvature = float(mean_squares(stage.gradients.rows())[stage.w_bar != 0].mean())
         search = RemovalSearch(stage, SEARCH_DAMPING * curvature or DAMPINGS[0])
         search.run()
         support = ((stage.w_bar != 0) & ~search.removed).nonzero().flatten()
@@ -79,7 +79,9 @@ class RemovalSearch:
         assert stage.gradients is not None
         self.matrix = stage.gradients.rows()
         self.w, self.groups, self.damping = stage.w_bar, stage.budget.groups, damping
-        self.half_diagonal = 0.5 * self.w.square() * (fisher_diagonal(stage.gradients) + damping)
+        self.half_diagonal = (
+            0.5 * self.w.square() * (mean_squares(stage.gradients.rows()) + damping)
+        )
         self.removed = (self.w != 0) & (stage.budget.threshold(self.w) == 0)
         self.x = (stage.gradients @ torch.where(self.removed, self.w, 0.0)).double()
         self.swaps = 0

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swap_prune.gradients import GradientOperator
 from swap_prune.methods.base import Method, Stage
+from swap_prune.metric import mean_squares
 from swap_prune.regression import restrict
 
 
@@ -22,12 +22,6 @@ class OptimalBrainDamage(Method):
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
-        saliency = 0.5 * stage.w_bar.square() * fisher_diagonal(stage.gradients)
+        saliency = 0.5 * stage.w_bar.square() * mean_squares(stage.gradients.rows())
         scores = torch.where(stage.w_bar != 0, saliency, -torch.inf)
         return restrict(stage.w_bar, stage.budget.select(scores)), {}
-
-
-def fisher_diagonal(gradients: GradientOperator) -> Tensor:
-    """`F_ii` (p,): the mean of the squares of each column of G (n, p)."""
-    # A norm, unlike a mean of squares, needs no second n × p matrix.
-    return torch.linalg.vector_norm(gradients.rows(), dim=0).square() / gradients.shape[0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swap_prune import metric, transport
+from swap_prune.evaluation import beyond_chance
 from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.methods.cloud import Cloud, RowMemory
 from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
@@ -25,9 +26,6 @@ DAMPING_FACTOR = 3.0
 DAMPING_RANGE = (1e-8, 1e3)
 # A step has to lower the held-out loss by this fraction to be worth searching from.
 WORTHWHILE = 1e-3
-# ... and by so many standard errors of the difference, which is taken sample by sample: with few
-# held-out samples, steps that are no better would else be taken for better ones (docs/choices.md).
-CHANCE = 1.0
 STEP_RANGE = (1 / 16, 16.0)
 # A coupling off the diagonal has to lower the held-out loss by this fraction: matching clouds asks
 # less than matching pairs, so small gains now are paid for in later stages (docs/noise.md).
@@ -106,27 +104,29 @@ class WassersteinRegression(Method):
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
         if self._metric is None:
-            self._metric = min(METRICS, key=partial(self._rehearse, stage))
+            self._metric = min(METRICS, key=partial(self._rehearsed_loss, stage))
         scale = metric.scales(stage.gradients.rows(), stage.w_bar != 0, self._metric)
         self._memory.rescale(scale)
         u, chosen = self._regress(_in_coordinates(stage, scale))
         self._memory.rescale(1 / scale)
         return u * scale, chosen | {"metric": self._metric}
 
-    def _rehearse(self, stage: Stage, share: float) -> float:
-        """The held-out loss after half of the weights are cut with this share of curvature."""
+    def _rehearsed_loss(self, stage: Stage, share: float) -> float:
+        """The held-out loss after half of the weights are cut with this κ; G is left as it was.
+
+        At the first stage, so there is no row remembered that would have to be rescaled.
+        """
         assert stage.gradients is not None
-        rows, present = stage.gradients.rows(), stage.w_bar != 0
-        scale = metric.scales(rows, present, share)
-        groups = stage.budget.groups
+        present, groups = stage.w_bar != 0, stage.budget.groups
         half = Budget(groups, tuple(math.ceil(int(present[g].sum()) / 2) for g in groups))
+        scale = metric.scales(stage.gradients.rows(), present, share)
         trial = _in_coordinates(replace(stage, budget=half), scale)
         cloud = self._memory.cloud(stage.gradients)
         y = (cloud.gradients @ trial.w_bar).double()
         ridge = self._on_support(trial, cloud, y)
         solution = Candidate(ridge.dual(y, self._damping), {})
         loss = _Trial(ridge, trial.held_out_losses).loss(solution)
-        rows.div_(scale)
+        stage.gradients.rows().div_(scale)
         return loss
 
     def _regress(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
@@ -319,16 +319,12 @@ class _Trial:
     def improves(
         self, candidate: Candidate, other: Candidate, fraction: float = WORTHWHILE
     ) -> bool:
-        """Whether the loss is lower by more than this fraction of the other's, and than chance."""
-        if math.isinf(self.loss(other)):
-            return math.isfinite(self.loss(candidate))
-        gain = self.loss(other) - self.loss(candidate)
-        if not gain > fraction * abs(self.loss(other)):
-            return False
-        differences = self._losses(other) - self._losses(candidate)
-        if len(differences) == 1:
-            return True  # nothing tells what is chance
-        return gain > CHANCE * float(differences.std()) / math.sqrt(len(differences))
+        """Whether the loss is lower by more than chance, and than this fraction of the other's."""
+        limit = self.loss(other)
+        if math.isfinite(limit):
+            limit -= fraction * abs(limit)
+        better = self.loss(candidate) < limit
+        return better and beyond_chance(self._losses(candidate), self._losses(other))
 
     def line(
         self,
