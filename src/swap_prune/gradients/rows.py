@@ -18,8 +18,10 @@ independent: a model whose output for one depends on the others in its batch has
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any, cast
@@ -38,8 +40,6 @@ from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
 
 Loss = Callable[[Any, Any], Tensor]
-Worker = tuple[nn.Module, Loss]
-Fill = Callable[[nn.Module, PrunableWeights, Any, Any, Loss, Tensor], None]
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 # Numbers in the inputs of a chunk: 32 CIFAR images, whose activations stay in a core's cache.
@@ -53,6 +53,33 @@ AGREEMENT = 1e-3
 
 class NotFactorableError(Exception):
     """The layer's gradient is not of the factored form; the message says why."""
+
+
+@dataclass
+class Worker:
+    """What one thread computes rows with.
+
+    Attributes:
+        model: around the parameters that all workers share.
+        loss: `loss(model(x), targets)`.
+        buffers: memory for what a layer's product is made from, by its use. Taken anew for every
+            layer it would go back to the system and come from there again, page by page, which
+            costs up to a fifth of the time.
+    """
+
+    model: nn.Module
+    loss: Loss
+    buffers: dict[Any, Tensor] = field(default_factory=dict)
+
+    def buffer(self, use: str, like: Tensor, *shape: int) -> Tensor:
+        """A tensor of the shape and of the kind of `like`, with whatever was left in it."""
+        size, key = math.prod(shape), (use, like.dtype, like.device)
+        if key not in self.buffers or len(self.buffers[key]) < size:
+            self.buffers[key] = like.new_empty(size)
+        return self.buffers[key][:size].view(shape)
+
+
+Fill = Callable[[Worker, PrunableWeights, Any, Any, Tensor], None]
 
 
 def gradient_rows(
@@ -107,23 +134,24 @@ def gradient_rows(
         x, y, block, part = chunk(start)
         if not torch.isfinite(block.sum()):
             known = torch.arange(samples) if numbers is None else numbers
-            blame_sample(worker[0], x, y, worker[1], known[part])
+            blame_sample(worker.model, x, y, worker.loss, known[part])
             _blame_row(block, known[part].view(len(block), -1))
         return len(block) * samples_per_row
 
     def compute(worker: Worker, start: int) -> int:
         x, y, block, _ = chunk(start)
-        fill(worker[0], weights, x, y, worker[1], block)
+        fill(worker, weights, x, y, block)
         return check(worker, start)
 
     starts = range(0, n, rows_per_chunk)
     with evaluation_mode(model):
         workers = _workers(model, loss, min(torch.get_num_threads(), len(starts)))
         x, y, block, _ = chunk(0)
-        fill = _choose_way(model, weights, x, y, loss, block)
+        alone = Worker(model, loss)
+        fill = _choose_way(alone, weights, x, y, block)
         if fill is _fill_vectorised:
-            workers = [(model, loss)]
-            fill(model, weights, x, y, loss, block)
+            workers = [alone]
+            fill(alone, weights, x, y, block)
         for done in chain([check(workers[0], 0)], _spread(compute, workers, starts[1:])):
             if progress is not None:
                 progress(done)
@@ -136,14 +164,15 @@ def _workers(model: nn.Module, loss: Loss, threads: int) -> list[Worker]:
     What a module remembers between its own layers must not be another thread's. Where copies
     can't be had, or would share a hook's memory, one thread does everything.
     """
-    alone: list[Worker] = [(model, loss)]
+    alone = [Worker(model, loss)]
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     if threads == 1 or hooked:
         return alone
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     try:
         return [
-            copy.deepcopy((model, loss), dict(shared)) for _ in range(min(threads, MOST_WORKERS))
+            Worker(*copy.deepcopy((model, loss), dict(shared)))
+            for _ in range(min(threads, MOST_WORKERS))
         ]
     except Exception:  # the model is the user's: anything may come out of it
         return alone
@@ -182,29 +211,21 @@ def _spread(
 # --- factored -----------------------------------------------------------------------------------
 
 
-def _choose_way(
-    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
-) -> Fill:
+def _choose_way(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor) -> Fill:
     """The fastest way that agrees with autograd on the first chunk; fills `block` on the way."""
     ways: tuple[Fill, ...] = (_fill_channels_last, _fill_factored)
     for fill in ways:
-        if _agrees(fill, model, weights, x, y, loss, block):
+        if _agrees(fill, worker, weights, x, y, block):
             return fill
     return _fill_vectorised
 
 
 def _agrees(
-    fill: Fill,
-    model: nn.Module,
-    weights: PrunableWeights,
-    x: Any,
-    y: Any,
-    loss: Loss,
-    block: Tensor,
+    fill: Fill, worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor
 ) -> bool:
     """Fill the first block; False when that fails or differs from autograd."""
     try:
-        fill(model, weights, x, y, loss, block)
+        fill(worker, weights, x, y, block)
     except (NotFactorableError, RuntimeError, ValueError, IndexError, TypeError):
         return False
     # The row of the largest gradient can't agree by being zero, unless all are.
@@ -212,7 +233,7 @@ def _agrees(
     if not norms.max() > 0:
         return bool(torch.isnan(norms).any())  # a NaN is reported by the caller, with the sample
     return all(
-        _row_agrees(model, weights, x, y, loss, block, row)
+        _row_agrees(worker.model, weights, x, y, worker.loss, block, row)
         for row in {0, int(norms.argmax()), len(block) - 1}
     )
 
@@ -244,17 +265,16 @@ def _row_agrees(
 
 
 def _fill_channels_last(
-    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
+    worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor
 ) -> None:
     """The factored way with images stored channels last, which convolutions are faster on."""
     images_last = formatted(x, torch.channels_last)
-    _fill_factored(model, weights, images_last, y, loss, block)
+    _fill_factored(worker, weights, images_last, y, block)
 
 
-def _fill_factored(
-    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
-) -> None:
+def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor) -> None:
     """One forward and one backward pass; each layer's hook adds its part to `block` (rows, p)."""
+    model, loss = worker.model, worker.loss
     samples = tree_leaves(x)[0].shape[0]
     by_parameter = {id(model.get_parameter(name)): part for name, _, part in weights.slices()}
     layers = [
@@ -281,7 +301,7 @@ def _fill_factored(
                 raise NotFactorableError("the layer's input was changed in place")
             part = by_parameter[id(layer.weight)]
             place = block[:, part].unflatten(1, layer.weight.shape)
-            gradient = _layer_rows(layer, a, b, len(block))
+            gradient = _layer_rows(worker, layer, a, b, len(block))
             if id(layer.weight) in written:
                 place += gradient
             else:
@@ -315,8 +335,13 @@ _FACTORED_FORWARDS = {
 }
 
 
-def _layer_rows(layer: nn.Linear | Convolution, a: Tensor, b: Tensor, rows: int) -> Tensor:
-    """Gradients (rows, *shape) of a layer's weight from its inputs `a`, output gradients `b`."""
+def _layer_rows(
+    worker: Worker, layer: nn.Linear | Convolution, a: Tensor, b: Tensor, rows: int
+) -> Tensor:
+    """Gradients (rows, *shape) of a layer's weight from its inputs `a`, output gradients `b`.
+
+    They may lie in a buffer of the worker's.
+    """
     if isinstance(layer, nn.Linear):
         # Samples of a row and positions inside a sample are summed alike.
         return torch.bmm(
@@ -328,9 +353,10 @@ def _layer_rows(layer: nn.Linear | Convolution, a: Tensor, b: Tensor, rows: int)
         a, padding = functional.pad(a, _padding(layer), mode=mode), (0,) * (a.ndim - 2)
     if isinstance(layer, nn.Conv2d) and layer.groups == 1 and _is_channels_last(a):
         # Patches of many samples leave the cache, while few calls of a kernel cost nothing.
-        by_line = rows == len(a) or layer.weight[0, 0].numel() == 1
-        fill = _line_rows if by_line else _kernel_rows
-        return fill(layer, a, b, cast(tuple[int, int], padding), rows)
+        sides = cast(tuple[int, int], padding)
+        if rows == len(a) or layer.weight[0, 0].numel() == 1:
+            return _line_rows(worker, layer, a, b, sides, rows)
+        return _kernel_rows(layer, a, b, sides, rows)
     return _grouped_rows(layer, a, b, padding, rows)
 
 
@@ -339,29 +365,35 @@ def _is_channels_last(a: Tensor) -> bool:
 
 
 def _line_rows(
-    layer: nn.Conv2d, a: Tensor, b: Tensor, padding: tuple[int, int], rows: int
+    worker: Worker, layer: nn.Conv2d, a: Tensor, b: Tensor, padding: tuple[int, int], rows: int
 ) -> Tensor:
     """Weight gradients of a convolution on images stored channels last: a product a kernel line.
 
     A line's patches are copied; shifted by whole lines of the image they serve the other kernel
     lines too, as views where the stride is 1 and a row is one sample.
     """
+    (samples, channels, image_h, image_w), (outputs_h, outputs_w) = a.shape, b.shape[2:]
     (high, wide), (kernel_h, kernel_w) = padding, layer.kernel_size
     (step_h, step_w), (spread_h, spread_w) = layer.stride, layer.dilation
-    padded = functional.pad(a.permute(0, 2, 3, 1), (0, 0, wide, wide, high, high))
+    padded = worker.buffer("padded", a, samples, image_h + 2 * high, image_w + 2 * wide, channels)
+    padded.zero_()
+    padded[:, high : high + image_h, wide : wide + image_w] = a.permute(0, 2, 3, 1)
     sample, line, column, channel = padded.stride()
-    outputs_h, outputs_w = b.shape[2:]
-    lines = padded.as_strided(
-        (len(a), padded.shape[1], outputs_w, kernel_w, a.shape[1]),
-        (sample, line, column * step_w, column * spread_w, channel),
-    ).contiguous()
+    lines = worker.buffer("lines", a, samples, padded.shape[1], outputs_w, kernel_w, channels)
+    lines.copy_(
+        padded.as_strided(lines.shape, (sample, line, column * step_w, column * spread_w, channel))
+    )
     outputs = b.permute(0, 2, 3, 1).reshape(rows, -1, b.shape[1]).transpose(1, 2)
-    product = a.new_empty(kernel_h, rows, b.shape[1], kernel_w * a.shape[1])
-    for i in range(kernel_h):
+    products = worker.buffer("products", a, kernel_h, rows, b.shape[1], kernel_w * channels)
+    for i, product in enumerate(products):
         first = i * spread_h
         shifted = lines[:, first : first + step_h * (outputs_h - 1) + 1 : step_h]
-        torch.bmm(outputs, shifted.reshape(rows, -1, product.shape[3]), out=product[i])
-    return product.unflatten(3, (kernel_w, a.shape[1])).permute(1, 2, 4, 0, 3)
+        torch.bmm(outputs, shifted.reshape(rows, -1, kernel_w * channels), out=product)
+    # Kernel lines side by side first: one transposition of (k², channels) then is far faster than
+    # a copy that gathers from all of them.
+    joined = worker.buffer("joined", a, rows, b.shape[1], kernel_h * kernel_w * channels)
+    torch.cat(tuple(products), dim=2, out=joined)
+    return joined.unflatten(2, (kernel_h, kernel_w, channels)).permute(0, 1, 4, 2, 3)
 
 
 def _kernel_rows(
@@ -419,10 +451,10 @@ def _padding(layer: Convolution) -> list[int]:
 
 
 def _fill_vectorised(
-    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor
+    worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor
 ) -> None:
     """`vmap(grad(loss))` over the rows of a chunk, written into `block` (rows, p)."""
-    rows = len(block)
+    model, loss, rows = worker.model, worker.loss, len(block)
     parameters = {name: model.get_parameter(name).detach() for name in weights.names}
 
     def row_loss(values: dict[str, Tensor], one_x: Any, one_y: Any) -> Tensor:
