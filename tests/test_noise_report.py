@@ -256,14 +256,14 @@ CLEAN_LABELS = {"classes": 10, "contamination": 0.001, "contamination_gain": 0.1
 @pytest.mark.parametrize(
     ("changes", "expected", "said"),
     [
-        ({}, ("lr", 1), "0.001"),
+        ({}, ("ewr", 1), "0.001"),
         ({"contamination": 0.2, "contamination_gain": 50.0}, ("ewr", 1), "0.200"),
-        ({"contamination": 0.2, "contamination_gain": 0.5}, ("lr", 1), "may be chance"),
-        ({"contamination": None, "contamination_gain": None}, ("lr", 1), "this loss"),
-        ({"agreement": 0.4}, ("lr", 16), "agree to 0.40"),
-        ({"tail_index": 1.3}, ("lr", 16), "tail index of the row norms is 1.30"),
-        ({"tail_index": 1.3, "available": 5000}, ("lr", 4), "1.30"),
-        ({"agreement": 0.4, "available": 1200}, ("lr", 1), "allow only 1"),
+        ({"contamination": 0.2, "contamination_gain": 0.5}, ("ewr", 1), "may be chance"),
+        ({"contamination": None, "contamination_gain": None}, ("ewr", 1), "this loss"),
+        ({"agreement": 0.4}, ("ewr", 16), "agree to 0.40"),
+        ({"tail_index": 1.3}, ("ewr", 16), "tail index of the row norms is 1.30"),
+        ({"tail_index": 1.3, "available": 5000}, ("ewr", 4), "1.30"),
+        ({"agreement": 0.4, "available": 1200}, ("ewr", 1), "allow only 1"),
         ({"available": 100}, ("ewr", 1), "80 rows"),
     ],
 )
@@ -284,7 +284,7 @@ def test_rows_that_memory_can_not_hold_are_not_recommended(monkeypatch, page, fi
     assert chosen["samples"] == fits
     assert f"memory holds {fits} rows" in " ".join(reasons)
     # With the rows that ewr remembers, for which `prune` wants room too.
-    resolved = resolve(Settings(sparsity=0.5, **{**chosen, "method": "ewr"}), 100_000)
+    resolved = resolve(Settings(sparsity=0.5, **chosen), 100_000)
     check_memory(resolved.samples, P, resolved.memory)
 
 
@@ -307,7 +307,7 @@ def test_digits(digits):
     assert (report.rows, report.weights, report.available) == (500, 17024, 1297)
     assert report.contamination < 0.02
     assert 0 < report.observed_error < 0.05
-    assert report.recommendation["method"] == "lr"
+    assert report.recommendation["method"] == "ewr"
     assert report == noise_report(model, batch, seed=1)
     assert report != noise_report(model, batch, seed=2)
     # Nothing of the caller's has changed.

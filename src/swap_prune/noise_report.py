@@ -425,8 +425,8 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     3. `samples`: 1,000 rows, or as many as data and memory allow.
     4. `samples_per_row`: as many as the data allow, up to 16, if the halves agree to less than 0.9
        or the tail index is below 2; otherwise as many as were measured.
-    5. `method`: "ewr" if the contamination of the labels is above 0.02 and more than chance, or if
-       there are fewer than 200 rows; otherwise "lr".
+    5. `method`: "ewr"; how much it is worth depends on the contamination of the labels (above 0.02
+       and more than chance) and on the rows (fewer than 200), and the reasons say so.
     """
     available = report.available
     if report.vanishing == report.rows or available < 2:
@@ -437,9 +437,9 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     # Room for the rows that ewr remembers: so many, or as many as a stage has of its own.
     samples = max(1, min(MOST_ROWS, pool, max(held // 2, held - MEMORY_ROWS)))
     samples_per_row, about_rows = _choose_samples_per_row(report, pool // samples)
-    method, about_method = _choose_method(report, samples)
+    about_method = _reasons_for_ewr(report, samples)
     chosen = {
-        "method": method,
+        "method": "ewr",
         "samples": samples,
         "samples_per_row": samples_per_row,
         "held_out": held_out,
@@ -464,7 +464,7 @@ def _by_magnitude(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]
     return chosen, (why,)
 
 
-def _choose_method(report: NoiseReport, samples: int) -> tuple[str, list[str]]:
+def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
     reasons = []
     eta, gain = report.contamination, report.contamination_gain
     least = contamination.LEAST_GAIN
@@ -479,16 +479,16 @@ def _choose_method(report: NoiseReport, samples: int) -> tuple[str, list[str]]:
             "memory of earlier rows counts most when rows are few."
         )
     if reasons:
-        return "ewr", reasons
+        return reasons
     if eta is None:
         labels = "No contamination of labels can be measured for this loss"
     elif eta > LEAST_CONTAMINATION:
         labels = f"The contamination of the labels, {eta:.3f}, may be chance"
     else:
         labels = f"The contamination of the labels is {eta:.3f} (at most {LEAST_CONTAMINATION})"
-    return "lr", [
-        f"{labels}, and {samples:,} rows a stage are not few: lr, the simplest member of ewr's "
-        "family; nothing measured calls for ewr's masses or memory."
+    return [
+        f"{labels}, and {samples:,} rows a stage are not few: ewr, whose memory of earlier rows "
+        "averages what noise there is; lr, which is ewr without it, will come close."
     ]
 
 
