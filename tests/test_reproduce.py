@@ -59,11 +59,12 @@ def test_published_figures_are_the_papers(shared_dir):
     with (shared_dir / "paper" / "table1_accuracy.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [
-        (f.network, f.sparsity, f.noisy_data, f.method, f.top1, f.ci95)
+        (f.network, f.sparsity, f.noise_fraction, f.method, f.top1, f.ci95)
         for f in table1.published()
     ] == [
         (
-            row["network"], float(row["sparsity"]), row["noisy_data"], row["method"],
+            row["network"], float(row["sparsity"]),
+            {"none": 0.0, "20%": 0.2}[row["noisy_data"]], row["method"],
             float(row["top1"]), float(row["ci95"]) if row["ci95"] else None,
         )
         for row in rows
@@ -126,16 +127,31 @@ def test_imagenet_recipes_do_with_a_thousand_images(network):
 
 
 def test_defaults_are_every_cell_of_two_networks():
-    cells = table1.plan(None, None, None, 3)
-    assert len(cells) == len(set(cells)) == 2 * 7 * (8 * 3 + 1)
+    cells = table1.plan(None, None, None, None, 3)
+    clean = [cell for cell in cells if cell.noise_fraction == 0]
+    noisy = [cell for cell in cells if cell.noise_fraction == 0.2]
+    assert len(cells) == len(set(cells)) == len(clean) + len(noisy)
+    assert len(clean) == 2 * 7 * (8 * 3 + 1)
+    assert len(noisy) == 2 * 2 * (6 * 3)
+    assert {cell.sparsity for cell in noisy} == {0.95, 0.98}
+    assert {cell.method.split("-")[0] for cell in noisy} == {"lr", "ewr"}
     assert {cell.seed for cell in cells if cell.method == "magnitude"} == {0}
     # A whole table of one seed comes before the second seed.
-    assert [cell.seed for cell in cells[: 7 * 9 + 1]] == [0] * 63 + [1]
+    assert [cell.seed for cell in cells[: 7 * 9 + 2 * 6 + 1]] == [0] * 75 + [1]
 
 
 def test_what_is_named_twice_is_run_once():
-    cells = table1.plan(["mlpnet", "mlpnet"], [0.9, 0.9], ["lr", "lr"], 1)
+    cells = table1.plan(["mlpnet", "mlpnet"], [0.9, 0.9], ["lr", "lr"], None, 1)
     assert cells == [Cell("mlpnet", "lr", 0.9, seed=0)]
+
+
+def test_noise_can_be_left_out_or_asked_for_where_the_paper_has_none():
+    clean = table1.plan(["mlpnet"], [0.95], ["ewr"], [0.0], 1)
+    assert clean == [Cell("mlpnet", "ewr", 0.95, seed=0)]
+    noisy = table1.plan(["efficientnet-lite0"], [0.5], ["wf", "ewr"], [0.2], 1)
+    assert noisy == [Cell("efficientnet-lite0", "ewr", 0.5, 0.2, seed=0)]
+    with pytest.raises(InputError, match="wf have no figures with noisy data"):
+        table1.plan(["mlpnet"], [0.95], ["wf"], [0.2], 1)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +161,7 @@ def test_what_is_named_twice_is_run_once():
         (["--networks", "mlpnet", "--sparsities", "0.42"], ["0.42", "mlpnet: 0.5, 0.6"]),
         (["--networks", "mlpnet", "--methods", "ewt"], ["'ewt'", "magnitude, wf, cbs"]),
         (["--networks", "mobilenetv1", "--methods", "cbs"], ["'cbs'", "magnitude, lr, ewr"]),
+        (["--noise-fractions", "0.3"], ["0.3", "table 1: 0.0, 0.2"]),
         (["--seeds", "0"], ["seeds=0"]),
     ],
 )
@@ -166,10 +183,16 @@ def test_a_cell_is_its_recipe_with_sparsity_seed_and_weights(runs, weights, tmp_
     assert [(r.settings["method"], seed) for r, seed, _ in runs] == [
         ("magnitude", 0),
         ("ewr", 0),
+        ("ewr", 0),
+        ("ewr", 1),
         ("ewr", 1),
     ]
-    recipe, _, directory = runs[-1]
+    noisy, _, directory = runs[-1]
+    assert directory == out / "cells" / "mlpnet" / "ewr" / "0.95-noisy-0.2" / "seed-1"
+    assert noisy.settings["noise"] == [{"kind": "input", "level": 1.0, "fraction": 0.2}]
+    recipe, _, directory = runs[-2]
     assert directory == out / "cells" / "mlpnet" / "ewr" / "0.95" / "seed-1"
+    assert "noise" not in recipe.settings
     assert recipe.settings["sparsity"] == 0.95
     assert recipe.settings["samples_per_row"] == 16
     assert recipe.weights == str(weights / "mlpnet_mnist.safetensors")
@@ -190,14 +213,14 @@ def test_finished_cells_are_not_run_again(runs, weights, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "cell 1 of 2: mlpnet, lr, sparsity 0.9, seed 0\n" in err
     assert "cell 2 of 2: mlpnet, ewr, sparsity 0.9, seed 0; about 60 s left" in err
-    run("--networks", "mlpnet", "--sparsities", "0.9", "0.95", "--methods", "lr", *common)
-    assert [r.settings["sparsity"] for r, _, _ in runs] == [0.9, 0.9, 0.95]
+    run("--networks", "mlpnet", "--sparsities", "0.9", "0.8", "--methods", "lr", *common)
+    assert [r.settings["sparsity"] for r, _, _ in runs] == [0.9, 0.9, 0.8]
     contents = json.loads((tmp_path / "out" / "table1.json").read_text())
     # What the first command asked for stays in the table.
     assert [(c["method"], c["sparsity"]) for c in contents["cells"]] == [
+        ("lr", 0.8),
         ("lr", 0.9),
         ("ewr", 0.9),
-        ("lr", 0.95),
     ]
     assert len(contents["commands"]) == 2
 
@@ -276,16 +299,18 @@ def test_markdown_has_means_intervals_and_published_figures(runs, weights, tmp_p
     assert "| sparsity | magnitude (MP) | ewr (EWR) | ewr-authors, 15 epochs (EWR) |" in text
     assert f"| 0.5 | **94.00** [1] (93.93) | {worse} | {worse} |" in text
     assert f"| 0.95 | **94.00** [1] (83.64) | {better} | {better} |" in text
+    noisy = f"**{ours}** [3] (90.50 ± 0.07)"
+    assert f"| 0.95, 20% noisy | – | {noisy} | {noisy} |" in text
     assert f"swap-prune reproduce table1 {' '.join(task)} --seeds 3" in text
-    assert "14 of 14 cells are finished; they took 14 min in all" in text
+    assert "20 of 20 cells are finished; they took 20 min in all" in text
     contents = json.loads((out / "table1.json").read_text())
-    assert contents["seconds"] == 14 * 60
+    assert contents["seconds"] == 20 * 60
     assert {cell["epochs"] for cell in contents["cells"]} == {0, 15}
     assert sorted(path.name for path in out.iterdir()) == ["cells", "table1.json", "table1.md"]
 
 
 def test_cells_not_run_are_shown(runs, weights, tmp_path):
-    asked = table1.plan(["resnet20"], [0.9, 0.95], ["wf", "ewr"], 3)
+    asked = table1.plan(["resnet20"], [0.9, 0.95], ["wf", "ewr"], [0.0], 3)
     experiment.run(
         table1.read_recipe("resnet20", "ewr"),
         0,
@@ -352,6 +377,7 @@ def test_large_networks_run_on_made_data(tmp_path, monkeypatch, network):
 
     monkeypatch.setattr(table1, "read_recipe", read_small)
     arguments = ["--networks", network, "--methods", "lr", "--sparsities", "0.8", "--seeds", "1"]
+    arguments += ["--noise-fractions", "0.0"]
     if network == "resnet50-cifar":
         arguments[5] = "0.95"
     directories = ["--weights-directory", tmp_path, "--data-directory", tmp_path / "imagenet"]

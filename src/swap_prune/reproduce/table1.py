@@ -1,8 +1,9 @@
 """The paper's Table 1 run anew: `swap-prune reproduce table1`.
 
-A cell is a network, a method (the name of a shipped recipe), a sparsity and a seed:
+A cell is a network, a method (the name of a shipped recipe), a sparsity, the fraction of the
+calibration samples with noise, and a seed:
 
-    OUT/cells/<network>/<method>/<sparsity>/seed-<n>
+    OUT/cells/<network>/<method>/<sparsity>[-noisy-<fraction>]/seed-<n>
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swap_prune import recipe as recipes
+from swap_prune.errors import InputError
 from swap_prune.recipe import Recipe
 from swap_prune.reproduce import common
 from swap_prune.reproduce.common import MISSING, Table, with_interval
@@ -44,6 +46,11 @@ METHODS = {
     "lr-trained": "LR",
     "ewr-trained": "EWR",
 }
+# Those that have figures with noisy data: the others are published, or work, without gradients.
+NOISY_COLUMNS = ("LR", "EWR")
+# The paper's noise on the data: the standard deviation of the gradients becomes (1 + level) times
+# itself.
+NOISE = {"kind": "input", "level": 1.0}
 RECIPES = common.RECIPES / "table1"
 CONFIDENCE = 0.95
 
@@ -55,7 +62,7 @@ class Figure:
     Attributes:
         network: the paper's name of it.
         sparsity: the fraction of zeros.
-        noisy_data: the part of the data with noise, "none" or as "20%".
+        noise_fraction: of the data with noise.
         method: "MP", "WF", "CBS", "LR" or "EWR".
         top1: in %.
         ci95: half the width of its 95% confidence interval, where published.
@@ -63,7 +70,7 @@ class Figure:
 
     network: str
     sparsity: float
-    noisy_data: str
+    noise_fraction: float
     method: str
     top1: float
     ci95: float | None
@@ -75,14 +82,17 @@ class Cell(common.Cell):
 
     method: str
     sparsity: float
+    noise_fraction: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.network}, {self.method}, sparsity {self.sparsity:g}, seed {self.seed}"
+        row = _row(self.sparsity, self.noise_fraction)
+        return f"{self.network}, {self.method}, sparsity {row}, seed {self.seed}"
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Network, method, sparsity, seed."""
-        return self.network, self.method, f"{self.sparsity:g}", f"seed-{self.seed}"
+        """Network, method, sparsity and noise, seed."""
+        noisy = f"-noisy-{self.noise_fraction:g}" if self.noise_fraction else ""
+        return self.network, self.method, f"{self.sparsity:g}{noisy}", f"seed-{self.seed}"
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -91,35 +101,48 @@ class Cell(common.Cell):
 
 
 class Table1(Table[Cell]):
-    """Accuracy on clean data."""
+    """Accuracy on clean data and, where the paper has it, on noisy data."""
 
     name = "table1"
     help = "accuracy by network, method and sparsity"
     cell = Cell
     default_out = "table1"
-    options = ("networks", "sparsities", "methods", "seeds")
+    options = ("networks", "sparsities", "methods", "noise_fractions", "seeds")
 
     def add_own_options(self, parser: argparse.ArgumentParser) -> None:
-        """Networks, sparsities, methods and seeds."""
+        """Networks, sparsities, methods, noise and seeds."""
         option = parser.add_argument
         option("--networks", nargs="+", help=f"of {', '.join(NETWORKS)} (mlpnet resnet20)")
         option("--sparsities", nargs="+", type=float, help="of the network's published ones (all)")
         option("--methods", nargs="+", help=f"of {', '.join(METHODS)} (all that the network has)")
+        option(
+            "--noise-fractions", nargs="+", type=float,
+            help="of the calibration samples, 0.0 for none (where the paper has them: 0.2)",
+        )  # fmt: skip
         option("--seeds", type=int, default=3, help="runs a cell, magnitude's aside (3)")
 
     def plan(self, options: argparse.Namespace) -> list[Cell]:
         """The cells to run."""
-        return plan(options.networks, options.sparsities, options.methods, options.seeds)
+        return plan(
+            options.networks,
+            options.sparsities,
+            options.methods,
+            options.noise_fractions,
+            options.seeds,
+        )
 
     def recipe(self, cell: Cell) -> Recipe:
-        """The shipped recipe with the cell's sparsity."""
+        """The shipped recipe with the cell's sparsity and noise."""
         shipped = read_recipe(cell.network, cell.method)
-        return replace(shipped, settings={**shipped.settings, "sparsity": cell.sparsity})
+        settings = {**shipped.settings, "sparsity": cell.sparsity}
+        if cell.noise_fraction:
+            settings["noise"] = [{**NOISE, "fraction": cell.noise_fraction}]
+        return replace(shipped, settings=settings)
 
-    def order(self, cell: Cell) -> tuple[int, float, int, int]:
+    def order(self, cell: Cell) -> tuple[float, ...]:
         """As the table is read: sparsities down, methods across."""
-        networks, methods = list(NETWORKS), list(METHODS)
-        return networks.index(cell.network), cell.sparsity, methods.index(cell.method), cell.seed
+        network, method = list(NETWORKS).index(cell.network), list(METHODS).index(cell.method)
+        return network, cell.sparsity, cell.noise_fraction, method, cell.seed
 
     def measured(self, result: Mapping[str, Any] | None) -> dict[str, Any]:
         """What the pruned network reaches, and what that took."""
@@ -140,6 +163,7 @@ def plan(
     networks: Sequence[str] | None,
     sparsities: Sequence[float] | None,
     methods: Sequence[str] | None,
+    noise_fractions: Sequence[float] | None,
     seeds: int,
 ) -> list[Cell]:
     """The cells to run, a whole table of one seed before the next seed.
@@ -150,10 +174,12 @@ def plan(
         networks: None for `DEFAULT_NETWORKS`.
         sparsities: None for all of each network.
         methods: None for all of each network.
+        noise_fractions: None for all that the paper has at a network's sparsity.
         seeds: how many; they are counted from 0.
 
     Raises:
-        InputError: the table has no such network, sparsity or method.
+        InputError: the table has no such network, sparsity, method or fraction, or nothing of what
+            was asked for together.
     """
     common.check_seeds(seeds)
     chosen = common.choose("network", networks, DEFAULT_NETWORKS, NETWORKS, "table 1")
@@ -162,13 +188,26 @@ def plan(
         its_sparsities, its_methods = sparsities_of(network), methods_of(network)
         rows = common.choose("sparsity", sparsities, its_sparsities, its_sparsities, network)
         columns = common.choose("method", methods, its_methods, its_methods, network)
+        fractions = common.choose(
+            "noise fraction", noise_fractions, NOISE_FRACTIONS, NOISE_FRACTIONS, "table 1"
+        )
+        in_paper = {(f.sparsity, f.noise_fraction) for f in published_of(network)}
+        asked = noise_fractions is not None
         cells += [
-            Cell(network, method, sparsity, seed=seed)
+            Cell(network, method, sparsity, fraction, seed=seed)
             for seed in range(seeds)
             for sparsity in rows
+            for fraction in fractions
+            if asked or fraction == 0 or (sparsity, fraction) in in_paper
             for method in columns
+            if fraction == 0 or METHODS[method] in NOISY_COLUMNS
             if seed == 0 or len(read_recipe(network, method).seeds) > 1
         ]
+    if not cells:
+        raise InputError(
+            f"methods {', '.join(methods or ())} have no figures with noisy data, give noise "
+            f"fraction 0.0 or methods of the columns {' and '.join(NOISY_COLUMNS)}"
+        )
     return cells
 
 
@@ -182,7 +221,7 @@ def published() -> tuple[Figure, ...]:
             Figure(
                 row["network"],
                 float(row["sparsity"]),
-                row["noisy_data"],
+                0.0 if row["noisy_data"] == "none" else float(row["noisy_data"].rstrip("%")) / 100,
                 row["method"],
                 float(row["top1"]),
                 float(row["ci95"]) if row["ci95"] else None,
@@ -191,13 +230,19 @@ def published() -> tuple[Figure, ...]:
         )
 
 
+NOISE_FRACTIONS = tuple(sorted({figure.noise_fraction for figure in published()}))
+
+
+def published_of(network: str) -> tuple[Figure, ...]:
+    """The figures of one network; none where the paper has no such network."""
+    return tuple(figure for figure in published() if figure.network == NETWORKS[network])
+
+
 def sparsities_of(network: str) -> tuple[float, ...]:
-    """The table's sparsities of a network, on clean data."""
-    name = NETWORKS[network]
-    if name is None:
+    """The table's sparsities of a network."""
+    if NETWORKS[network] is None:
         return UNPUBLISHED_SPARSITIES
-    clean = (f for f in published() if f.network == name and f.noisy_data == "none")
-    return tuple(sorted({figure.sparsity for figure in clean}))
+    return tuple(sorted({figure.sparsity for figure in published_of(network)}))
 
 
 def methods_of(network: str) -> tuple[str, ...]:
@@ -226,7 +271,9 @@ def markdown(contents: Mapping[str, Any]) -> str:
         "[number of seeds], (published). **Bold**: at least the published figure. "
         f"{MISSING}: not run.\n"
         "Nothing is trained unless the column's heading says for how long; the published LR and "
-        "EWR are with an epoch of training after every stage, MP, WF and CBS without training."
+        "EWR are with an epoch of training after every stage, MP, WF and CBS without training.\n"
+        "Noisy: so much of the calibration samples has noise that makes the standard deviation of "
+        "the gradients twice what it was."
     ]
     for network in dict.fromkeys(record["network"] for record in records):
         parts.append(_network_table(network, [r for r in records if r["network"] == network]))
@@ -237,9 +284,8 @@ def markdown(contents: Mapping[str, Any]) -> str:
 def _network_table(network: str, records: Sequence[Mapping[str, Any]]) -> str:
     """Sparsities down, methods across."""
     figures = {
-        (figure.sparsity, figure.method): figure
-        for figure in published()
-        if figure.network == NETWORKS[network] and figure.noisy_data == "none"
+        (figure.sparsity, figure.noise_fraction, figure.method): figure
+        for figure in published_of(network)
     }
     used = {record["method"] for record in records}
     methods = [method for method in METHODS if method in used]
@@ -247,14 +293,17 @@ def _network_table(network: str, records: Sequence[Mapping[str, Any]]) -> str:
     shown = "" if dense is None else f", dense top-1 {dense:.2f}"
     headings = ["sparsity", *(_heading(network, method) for method in methods)]
     lines = []
-    for sparsity in sorted({record["sparsity"] for record in records}):
-        scores = {
-            m: [r["top1"] for r in records if (r["method"], r["sparsity"]) == (m, sparsity)]
-            for m in methods
-        }
-        entries = [_entry(scores[m], figures.get((sparsity, METHODS[m]))) for m in methods]
-        lines.append([f"{sparsity:g}", *entries])
+    for row in sorted({(record["sparsity"], record["noise_fraction"]) for record in records}):
+        those = [r for r in records if (r["sparsity"], r["noise_fraction"]) == row]
+        scores = {m: [r["top1"] for r in those if r["method"] == m] for m in methods}
+        entries = [_entry(scores[m], figures.get((*row, METHODS[m]))) for m in methods]
+        lines.append([_row(*row), *entries])
     return f"## {network}{shown}\n\n{common.rows(headings, lines)}"
+
+
+def _row(sparsity: float, noise_fraction: float) -> str:
+    """What a row is called."""
+    return f"{sparsity:g}" + (f", {noise_fraction:.0%} noisy" if noise_fraction else "")
 
 
 def _heading(network: str, method: str) -> str:
