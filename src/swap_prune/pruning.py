@@ -451,7 +451,7 @@ class _Run:
             batch, indices = self.stream.draw(self._stage_samples())
             check_task(self.model, batch, self.given_loss)
             generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
-            if number == 1:
+            if number == 1 and self.noises:
                 self._calibrate_noise(batch, indices, generator)
             for noise in self.noises:
                 batch = noise.samples(batch, generator)
