@@ -95,6 +95,9 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--selection", help="saliency or iht (default: saliency)")
     option("--memory", type=int, help="rows that stand for earlier stages' (ewr: 50 or 100)")
     option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
+    option(
+        "--block-size", type=int, help="weights that make good for cut neighbours (100); 0: none"
+    )
     option("--metric", type=_number_or_auto, help="curvature's part in the damping, 0 to 1 (auto)")
     option(
         "--contamination",

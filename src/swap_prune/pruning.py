@@ -158,6 +158,8 @@ def prune(
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
+            block_size: how many neighbouring weights of a layer make good for the cut ones among
+                them before all weights together do (100); 0, the paper's, for none.
             contamination: fraction of wrong labels to reckon with: samples count as far as their
                 labels are likely to be right; or "auto", estimated on held-out samples with the
                 model as given (the default of "ewr"; 0 for the others).
@@ -701,6 +703,7 @@ def build_method(settings: Settings) -> Method:
         memory=settings.memory or 0,
         discount=settings.discount,
         metric=settings.metric or 0.0,
+        block_size=settings.block_size or 0,
     )
 
 

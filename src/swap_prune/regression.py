@@ -8,6 +8,7 @@ through an n × n system. The first-order term `α · mean(G)ᵀ (w - w_bar)` is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,6 +210,13 @@ class SupportRidge:
         self.start = (self.columns @ w_bar[support]).double()
         self.gram = self.columns.gram() if gram is None else gram
         self._factors: dict[float, Tensor | None] = {}
+
+    def around(self, centre: Tensor) -> SupportRidge:
+        """The same regression with the damping around other weights (p,), zero off the support."""
+        other = copy.copy(self)
+        other.w_bar = centre
+        other.start = (self.columns @ centre[self.support]).double()
+        return other
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,8 @@ HELD_OUT_FRACTION = 0.2
 # Rows that stand for those of earlier stages; half as many where the fresh ones are plenty.
 MEMORY_ROWS = 100
 PLENTY = 500
+# Weights of a block that make good for those cut among them (docs/choices.md).
+BLOCK_SIZE = 100
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Settings:
     memory: int | None = None
     discount: float = 0.0
     metric: float | Auto | None = None
+    block_size: int | None = None
     contamination: float | Auto | None = None
     per_layer: bool = False
     batchnorm: str = "auto"
@@ -79,6 +82,7 @@ def check(settings: Settings) -> None:
         ("held_out", 0),
         ("alternations", 1),
         ("memory", 0),
+        ("block_size", 0),
         ("seed", 0),
     ):
         value = getattr(settings, name)
@@ -118,7 +122,7 @@ def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
 
 def resolve(given: Settings, available: int) -> Settings:
     """Fill in what depends on the amount of data; raise when there is too little of it."""
-    for name in ("memory", "discount", "metric"):
+    for name in ("memory", "discount", "metric", "block_size"):
         if getattr(given, name) not in (None, 0) and given.method not in REGRESSIONS:
             raise InputError(
                 f"{name}={getattr(given, name)} has no part in method={given.method!r}; "
@@ -158,6 +162,14 @@ def resolve(given: Settings, available: int) -> Settings:
     metric = given.metric
     if metric is None and given.method in REGRESSIONS:
         metric = "auto" if held_out else 0.0
+    block_size = given.block_size
+    if block_size is None and given.method in REGRESSIONS:
+        block_size = BLOCK_SIZE if held_out else 0
+    if block_size and not held_out:
+        raise InputError(
+            f"block_size={block_size} needs held-out samples to choose a damping by, and held_out "
+            "is 0; give block_size=0"
+        )
     pool = available - held_out
     samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule
@@ -173,6 +185,7 @@ def resolve(given: Settings, available: int) -> Settings:
         correcting=correcting,
         memory=_memory(given, samples),
         metric=metric,
+        block_size=block_size,
         contamination=contamination,
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),

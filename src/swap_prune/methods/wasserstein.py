@@ -14,6 +14,7 @@ from torch import Tensor
 from swap_prune import metric, transport
 from swap_prune.evaluation import beyond_chance
 from swap_prune.methods.base import Auto, Method, Stage
+from swap_prune.methods.blocks import compensated
 from swap_prune.methods.cloud import Cloud, RowMemory
 from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
 
@@ -38,16 +39,19 @@ EPSILONS = (0.1, 0.01, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
 # What metric="auto" tries.
 METRICS = (0.0, 0.9)
+# The dampings of blocks that are tried, relative to the mean curvature of a weight.
+BLOCK_DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
 
 
 @dataclass
 class WassersteinRegression(Method):
     """LR and EWR: sparse ridge regression onto `y` or onto its transport-smoothed targets.
 
-    A stage (1) chooses the support, (2) solves the regression on it with damping λ, (3) for EWR
-    replaces the targets by `(1 - θ) y + θ (barycentric projection)`, alternating with the solve,
-    and (4) adds the first-order term's step with a damping of its own. Settings that are "auto"
-    are chosen by the loss on held-out samples, starting from the last stage's choice.
+    A stage (1) chooses the support, (2) lets the weights of each block make good for its cut ones,
+    (3) solves the regression around that with damping λ, (4) for EWR replaces the targets by
+    `(1 - θ) y + θ (barycentric projection)`, alternating with the solve, and (5) adds the
+    first-order term's step with a damping of its own. Settings that are "auto" are chosen by the
+    loss on held-out samples, starting from the last stage's choice.
 
     Attributes:
         damping: λ of the regression, and of the first-order step unless that is searched.
@@ -62,6 +66,7 @@ class WassersteinRegression(Method):
         memory: how many rows stand for those of earlier stages; 0 for none.
         discount: how fast a row's mass falls with its norm; 0 gives all the same.
         metric: κ, how far the damping of a weight follows its own curvature; 0 is the paper's.
+        block_size: how many weights a block has; 0, the paper's, for no blocks.
     """
 
     damping: float | Auto = "auto"
@@ -76,6 +81,7 @@ class WassersteinRegression(Method):
     memory: int = 0
     discount: float = 0.0
     metric: float | Auto = "auto"
+    block_size: int = 0
 
     def __post_init__(self) -> None:
         """Where the searches begin; each stage's choice is the next one's beginning."""
@@ -135,14 +141,18 @@ class WassersteinRegression(Method):
         cloud = self._memory.cloud(stage.gradients)
         y = (cloud.gradients @ stage.w_bar).double()
         ridge = self._on_support(stage, cloud, y)
-        trial = _Trial(ridge, stage.held_out_losses)
         # Without a cut x = y already: there is nothing to make good, nor to transport.
         cut = len(ridge.support) < int((stage.w_bar != 0).sum())
-        solution = Candidate(ridge.dual(y, self._damping), {"damping": self._damping})
+        settings: dict[str, Any] = {}
+        if self.block_size and cut:
+            ridge, settings["block_damping"] = self._by_blocks(stage, cloud, y, ridge)
+        trial = _Trial(ridge, stage.held_out_losses)
+        settings["damping"] = self._damping
+        solution = Candidate(ridge.dual(y, self._damping), settings)
         if self.damping == "auto" and cut:
             solution = trial.line(
                 self._damping,
-                lambda damping: Candidate(ridge.dual(y, damping), {"damping": damping}),
+                lambda damping: Candidate(ridge.dual(y, damping), settings | {"damping": damping}),
                 DAMPING_FACTOR,
                 DAMPING_RANGE,
                 solution,
@@ -179,6 +189,29 @@ class WassersteinRegression(Method):
         gram = everything.gram_of(support)
         del everything  # its columns: no more than one copy of G's at a time
         return regression(support, gram)
+
+    def _by_blocks(
+        self, stage: Stage, cloud: Cloud, y: Tensor, ridge: SupportRidge
+    ) -> tuple[SupportRidge, float | None]:
+        """The regression around what blocks make good, and their damping, where that is better."""
+        curvature = ridge.mean_curvature()
+        centres = compensated(
+            cloud.gradients,
+            stage.w_bar,
+            ridge.support,
+            stage.layers,
+            self.block_size,
+            [damping * curvature for damping in BLOCK_DAMPINGS],
+        )
+        around: dict[float | None, SupportRidge] = {None: ridge}
+        around |= zip(BLOCK_DAMPINGS, map(ridge.around, centres), strict=True)
+
+        def loss(damping: float | None) -> float:
+            solution = Candidate(around[damping].dual(y, self._damping), {})
+            return _Trial(around[damping], stage.held_out_losses).loss(solution)
+
+        best = min(around, key=loss)
+        return around[best], best
 
     def _transport(self, problem: _Problem, trial: _Trial) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from swap_prune.gradients import GradientOperator
 from swap_prune.methods.base import Method, Stage
+from swap_prune.methods.blocks import neighbours
 from swap_prune.regression import restrict
 
 # Damping relative to the trace below which float64 could not factor a block.
@@ -47,7 +47,7 @@ class WoodFisher(Method):
             return stage.w_bar.clone(), chosen
         w = stage.w_bar.double()
         inverse_diagonal = torch.ones_like(w)
-        for block in self._blocks(stage):
+        for block in neighbours(stage.w_bar, stage.layers, self.block_size):
             factor = self._factor(stage.gradients, block)
             inverse_diagonal[block] = torch.cholesky_inverse(factor).diagonal()
         saliency = w.square() / (2 * inverse_diagonal)
@@ -55,18 +55,11 @@ class WoodFisher(Method):
         cut = w / inverse_diagonal
         cut[support] = 0
         # The inverses of all blocks together are larger than G: factors are computed anew.
-        for block in self._blocks(stage):
+        for block in neighbours(stage.w_bar, stage.layers, self.block_size):
             if bool(cut[block].any()):
                 factor = self._factor(stage.gradients, block)
                 w[block] -= torch.cholesky_solve(cut[block, None], factor)[:, 0]
         return restrict(w.to(stage.w_bar.dtype), support), chosen
-
-    def _blocks(self, stage: Stage) -> Iterator[Tensor]:
-        """The indices (at most block_size,) of the weights of each block; pruned ones in none."""
-        for layer in stage.layers:
-            present = stage.w_bar[layer].nonzero().flatten() + layer.start
-            if len(present):
-                yield from present.split(self.block_size)
 
     def _factor(self, gradients: GradientOperator, block: Tensor) -> Tensor:
         """The Cholesky factor (B, B) of F on a block (B,), in float64."""

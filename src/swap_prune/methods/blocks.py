@@ -1,0 +1,99 @@
+"""What the weights that stay make good for those that are cut, block by block.
+
+Fewer rows than weights leave the regression over all weights a choice: of the many solutions that
+answer to the rows as before, damping takes the one that moves least, and whatever no row tells is
+lost. Block by block there is less to choose: the weights of a block that stay have to answer for
+its own cut ones,
+
+    1/(2n) ‖G_B w_B - G_B w_bar_B‖² + λ/2 ‖w_B - w_bar_B‖²,    w zero where weights are cut.
+
+The blocks are WoodFisher's, neighbours in a layer. Its update cuts each weight as if alone; this is
+the joint minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swap_prune.gradients import GradientOperator
+
+# Solved at once: enough to keep the library busy, few enough for their columns to fit in memory.
+BLOCKS_AT_ONCE = 256
+
+
+def neighbours(w_bar: Tensor, layers: Sequence[slice], size: int) -> Iterator[Tensor]:
+    """The sorted indices (at most size,) of weights side by side in a layer; zeros are left out.
+
+    Args:
+        w_bar: the weights (p,).
+        layers: the slice of each layer.
+        size: how many at most.
+    """
+    for layer in layers:
+        present = w_bar[layer].nonzero().flatten() + layer.start
+        if len(present):
+            yield from present.split(size)
+
+
+def compensated(
+    gradients: GradientOperator,
+    w_bar: Tensor,
+    support: Tensor,
+    layers: Sequence[slice],
+    size: int,
+    dampings: Sequence[float],
+) -> Tensor:
+    """The minimum of each block, for every damping: weights (dampings, p), zero off the support.
+
+    Args:
+        gradients: G (n, p).
+        w_bar: the weights (p,) at which G was taken.
+        support: the indices (s,) of the weights that stay.
+        layers: the slice of each layer; no block has weights of two.
+        size: how many weights a block has.
+        dampings: the values of λ, relative to `GᵀG / n`.
+    """
+    stays = torch.zeros(len(w_bar), dtype=torch.bool)
+    stays[support] = True
+    solutions = torch.where(stays, w_bar, 0.0).repeat(len(dampings), 1)
+    for part in neighbours(w_bar, layers, size * BLOCKS_AT_ONCE):
+        kept = stays[part]
+        if bool(kept.all()) or not bool(kept.any()):
+            continue
+        rows = gradients.columns(part).rows()
+        for solution, step in zip(
+            solutions, _steps(rows, w_bar[part], kept, size, dampings), strict=True
+        ):
+            solution[part] += step
+    return solutions
+
+
+def _steps(
+    rows: Tensor, w: Tensor, kept: Tensor, size: int, dampings: Sequence[float]
+) -> Iterator[Tensor]:
+    """For every damping how far the weights (m,) move, zero for those that are cut.
+
+    All blocks have one size, so that one call solves them: cut weights stay in their equations
+    with a one on the diagonal and nothing else, and so do those that fill up the last block.
+    """
+    n, count = rows.shape
+    filled = (0, -count % size)
+    blocks = functional.pad(rows, filled).unflatten(1, (-1, size)).transpose(0, 1)
+    kept = functional.pad(kept, filled).view(-1, size)
+    lost = functional.pad(w, filled).view(-1, size).double().masked_fill(kept, 0.0)
+    curvature = torch.bmm(blocks.transpose(1, 2), blocks).double() / n
+    right = (curvature @ lost[:, :, None]).masked_fill(~kept[:, :, None], 0.0)
+    curvature.masked_fill_(~(kept[:, :, None] & kept[:, None, :]), 0.0)
+    diagonal = curvature.diagonal(dim1=1, dim2=2)
+    before = diagonal.clone()
+    for damping in dampings:
+        diagonal.copy_(torch.where(kept, before + damping, 1.0))
+        factors, failed = torch.linalg.cholesky_ex(curvature)
+        steps = torch.cholesky_solve(right, factors)[:, :, 0]
+        # Where rounding has left no minimum, a block's weights stay as they are.
+        steps = torch.where(failed[:, None] == 0, steps, 0.0)
+        yield steps.flatten()[:count].to(w.dtype)
