@@ -77,23 +77,30 @@ def _steps(
 ) -> Iterator[Tensor]:
     """For every damping how far the weights (m,) move, zero for those that are cut.
 
-    All blocks have one size, so that one call solves them: cut weights stay in their equations
-    with a one on the diagonal and nothing else, and so do those that fill up the last block.
+    All blocks have one size, so that one call solves them: the last one is filled up with zeros.
     """
     n, count = rows.shape
     filled = (0, -count % size)
     blocks = functional.pad(rows, filled).unflatten(1, (-1, size)).transpose(0, 1)
     kept = functional.pad(kept, filled).view(-1, size)
-    lost = functional.pad(w, filled).view(-1, size).double().masked_fill(kept, 0.0)
-    curvature = torch.bmm(blocks.transpose(1, 2), blocks).double() / n
-    right = (curvature @ lost[:, :, None]).masked_fill(~kept[:, :, None], 0.0)
-    curvature.masked_fill_(~(kept[:, :, None] & kept[:, None, :]), 0.0)
-    diagonal = curvature.diagonal(dim1=1, dim2=2)
+    lost = functional.pad(w, filled).view(-1, size).masked_fill(kept, 0.0)
+    # Both n times what it is in the equations.
+    right = torch.bmm(blocks, lost[:, :, None])
+    inside = blocks.masked_fill(~kept[:, None, :], 0.0)
+    few = n < size
+    if few:  # through the n × n system, as for all weights together (Woodbury)
+        systems = torch.bmm(inside, inside.transpose(1, 2)).double()
+    else:
+        systems = torch.bmm(inside.transpose(1, 2), inside).double()
+        right = torch.bmm(inside.transpose(1, 2), right)
+    diagonal = systems.diagonal(dim1=1, dim2=2)
     before = diagonal.clone()
     for damping in dampings:
-        diagonal.copy_(torch.where(kept, before + damping, 1.0))
-        factors, failed = torch.linalg.cholesky_ex(curvature)
-        steps = torch.cholesky_solve(right, factors)[:, :, 0]
+        diagonal.copy_(before + n * damping)
+        factors, failed = torch.linalg.cholesky_ex(systems)
+        steps = torch.cholesky_solve(right.double(), factors)
         # Where rounding has left no minimum, a block's weights stay as they are.
-        steps = torch.where(failed[:, None] == 0, steps, 0.0)
-        yield steps.flatten()[:count].to(w.dtype)
+        steps = steps.masked_fill(failed[:, None, None] != 0, 0.0).to(w.dtype)
+        if few:
+            steps = torch.bmm(inside.transpose(1, 2), steps)
+        yield steps.flatten()[:count]
