@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gaussian closed form": {"coupling": "gaussian"},
     "iht selection": {"selection": "iht"},
     "no first-order term": {"first_order": 0.0},
+    "no blocks": {"block_size": 0},
+    "the paper's metric": {"metric": 0.0},
     "no correcting stages": {"correcting": 0},
     "linear schedule": {"schedule": "linear"},
     "rows of 4 samples": {"samples_per_row": 4},
