@@ -51,7 +51,7 @@ def by_hand(rows, w_bar, support, size, damping):
 def test_each_block_is_at_its_minimum(n, size, at_once, damping, seed):
     G, w_bar, support = problem(n, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks_module, "BLOCKS_AT_ONCE", at_once)
+        patch.setattr(blocks_module, "COLUMNS_AT_ONCE", at_once * size)
         both = compensated(G, w_bar, support, LAYERS, size, [damping, 2 * damping])
     for w, value in zip(both, (damping, 2 * damping), strict=True):
         expected = by_hand(G.rows(), w_bar, support, size, value)
@@ -161,5 +161,8 @@ def test_the_choice_is_in_the_history():
     assert all("block_damping" in line for line in result.history)
     without = prune(model, data, **given, block_size=0)
     assert not any("block_damping" in line for line in without.history)
+    # More than a layer has is a whole layer, whatever the memory.
+    layers = prune(model, data, **given, block_size=2**60)
+    assert layers.nonzeros == result.nonzeros
     unjudged = prune(model, data, **given, held_out=0, damping=0.1, first_order=1)
     assert unjudged.settings["block_size"] == 0

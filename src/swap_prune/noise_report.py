@@ -488,7 +488,7 @@ def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
         labels = f"The contamination of the labels is {eta:.3f} (at most {LEAST_CONTAMINATION})"
     return [
         f"{labels}, and {samples:,} rows a stage are not few: ewr, whose memory of earlier rows "
-        "averages what noise there is; lr, which is ewr without it, will come close."
+        "averages what noise there is; lr, which has none, will come close."
     ]
 
 

@@ -159,7 +159,8 @@ def prune(
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
             block_size: how many neighbouring weights of a layer make good for the cut ones among
-                them before all weights together do (100); 0, the paper's, for none.
+                them before all weights together do (100 where samples are held out, by which their
+                damping is chosen); 0, the paper's, for none.
             contamination: fraction of wrong labels to reckon with: samples count as far as their
                 labels are likely to be right; or "auto", estimated on held-out samples with the
                 model as given (the default of "ewr"; 0 for the others).

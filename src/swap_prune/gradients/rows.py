@@ -149,6 +149,7 @@ def gradient_rows(
         x, y, block, _ = chunk(0)
         alone = Worker(model, loss)
         fill = _choose_way(alone, weights, x, y, block)
+        alone.buffers.clear()
         if fill is _fill_vectorised:
             workers = [alone]
             fill(alone, weights, x, y, block)
@@ -389,10 +390,12 @@ def _line_rows(
         first = i * spread_h
         shifted = lines[:, first : first + step_h * (outputs_h - 1) + 1 : step_h]
         torch.bmm(outputs, shifted.reshape(rows, -1, kernel_w * channels), out=product)
-    # Kernel lines side by side first: one transposition of (k², channels) then is far faster than
-    # a copy that gathers from all of them.
-    joined = worker.buffer("joined", a, rows, b.shape[1], kernel_h * kernel_w * channels)
-    torch.cat(tuple(products), dim=2, out=joined)
+    joined = products[0]
+    if kernel_h > 1:
+        # Kernel lines side by side first: one transposition of (k², channels) then is far faster
+        # than a copy that gathers from all of them.
+        joined = worker.buffer("joined", a, rows, b.shape[1], kernel_h * kernel_w * channels)
+        torch.cat(tuple(products), dim=2, out=joined)
     return joined.unflatten(2, (kernel_h, kernel_w, channels)).permute(0, 1, 4, 2, 3)
 
 

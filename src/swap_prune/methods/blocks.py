@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from swap_prune.gradients import GradientOperator
 
-# Solved at once: enough to keep the library busy, few enough for their columns to fit in memory.
-BLOCKS_AT_ONCE = 256
+# Columns whose blocks are solved at once: enough to keep the library busy, few enough for memory.
+COLUMNS_AT_ONCE = 25_600
 
 
 def neighbours(w_bar: Tensor, layers: Sequence[slice], size: int) -> Iterator[Tensor]:
@@ -60,7 +60,8 @@ def compensated(
     stays = torch.zeros(len(w_bar), dtype=torch.bool)
     stays[support] = True
     solutions = torch.where(stays, w_bar, 0.0).repeat(len(dampings), 1)
-    for part in neighbours(w_bar, layers, size * BLOCKS_AT_ONCE):
+    size = min(size, max(layer.stop - layer.start for layer in layers))
+    for part in neighbours(w_bar, layers, size * max(1, COLUMNS_AT_ONCE // size)):
         kept = stays[part]
         if bool(kept.all()) or not bool(kept.any()):
             continue

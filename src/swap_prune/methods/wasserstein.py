@@ -110,7 +110,8 @@ class WassersteinRegression(Method):
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
         if self._metric is None:
-            self._metric = min(METRICS, key=partial(self._rehearsed_loss, stage))
+            losses = [self._rehearsed_loss(stage, share) for share in METRICS]
+            self._metric = METRICS[_lowest(losses)]
         scale = metric.scales(stage.gradients.rows(), stage.w_bar != 0, self._metric)
         self._memory.rescale(scale)
         u, chosen = self._regress(_in_coordinates(stage, scale))
@@ -203,15 +204,16 @@ class WassersteinRegression(Method):
             self.block_size,
             [damping * curvature for damping in BLOCK_DAMPINGS],
         )
-        around: dict[float | None, SupportRidge] = {None: ridge}
-        around |= zip(BLOCK_DAMPINGS, map(ridge.around, centres), strict=True)
 
-        def loss(damping: float | None) -> float:
-            solution = Candidate(around[damping].dual(y, self._damping), {})
-            return _Trial(around[damping], stage.held_out_losses).loss(solution)
+        def loss(around: SupportRidge) -> float:
+            solution = Candidate(around.dual(y, self._damping), {})
+            return _Trial(around, stage.held_out_losses).loss(solution)
 
-        best = min(around, key=loss)
-        return around[best], best
+        best = _lowest([loss(ridge), *(loss(ridge.around(centre)) for centre in centres)])
+        if best == 0:
+            return ridge, None
+        # A copy: the centres that were not chosen need not stay in memory.
+        return ridge.around(centres[best - 1].clone()), BLOCK_DAMPINGS[best - 1]
 
     def _transport(self, problem: _Problem, trial: _Trial) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""
@@ -305,6 +307,11 @@ class WassersteinRegression(Method):
             if trial.improves(bolder, solution):
                 return bolder
         return taken
+
+
+def _lowest(losses: list[float]) -> int:
+    """Where the lowest loss is, the first among equals; one that isn't a number is the highest."""
+    return min(range(len(losses)), key=lambda i: math.inf if math.isnan(losses[i]) else losses[i])
 
 
 def _in_coordinates(stage: Stage, scale: Tensor) -> Stage:

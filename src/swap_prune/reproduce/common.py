@@ -20,6 +20,7 @@ import statistics
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING as REQUIRED
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -227,7 +228,9 @@ class Table(ABC, Generic[C]):
             ) from error
 
     def _cell(self, record: Mapping[str, Any]) -> C:
-        return self.cell(**{one.name: record[one.name] for one in fields(self.cell)})
+        # What a table of an earlier version does not have is as it was before there was a choice.
+        known = (f for f in fields(self.cell) if f.name in record or f.default is REQUIRED)
+        return self.cell(**{f.name: record[f.name] for f in known})
 
     def _record(self, cell: C, out: Path) -> dict[str, Any]:
         """A cell's line of the JSON file; without figures while it is not finished."""

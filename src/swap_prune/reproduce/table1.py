@@ -46,7 +46,7 @@ METHODS = {
     "lr-trained": "LR",
     "ewr-trained": "EWR",
 }
-# Those that have figures with noisy data: the others are published, or work, without gradients.
+# Those that have published figures with noisy data.
 NOISY_COLUMNS = ("LR", "EWR")
 # The paper's noise on the data: the standard deviation of the gradients becomes (1 + level) times
 # itself.
