@@ -54,7 +54,11 @@ def runs(monkeypatch):
                 "prunable": 100,
                 "seconds": 60.0,
                 "history": history,
-                "configuration": {"fine_tuning": None, **recipe.settings},
+                "configuration": {
+                    "fine_tuning": None,
+                    "versions": {"swap_prune": experiment.code_version()},
+                    **recipe.settings,
+                },
             }
             out.mkdir(parents=True)
             (out / "result.json").write_text(json.dumps(result))

@@ -41,7 +41,11 @@ def runs(monkeypatch):
                 "top1_dense": 93.97,
                 "prunable": 100,
                 "seconds": 60.0,
-                "configuration": {"fine_tuning": None, **recipe.settings},
+                "configuration": {
+                    "fine_tuning": None,
+                    "versions": {"swap_prune": experiment.code_version()},
+                    **recipe.settings,
+                },
             }
             out.mkdir(parents=True)
             (out / "result.json").write_text(json.dumps(result))
@@ -320,6 +324,16 @@ def test_cells_not_run_are_shown(runs, weights, tmp_path):
     assert "| 0.9 | – (11.49) | **94.00** [1 of 3] (88.82 ± 0.10) |" in text
     assert "| 0.95 | – | – (81.33 ± 0.15) |" in text
     assert "1 of 12 cells are finished" in text
+
+
+def test_cells_of_other_code_are_counted(runs, weights, tmp_path, monkeypatch):
+    task = ["--networks", "mlpnet", "--methods", "ewr", "--noise-fractions", "0.0"]
+    task += ["--weights-directory", weights, "--out", tmp_path]
+    run(*task, "--sparsities", "0.5")
+    assert "other code" not in (tmp_path / "table1.md").read_text()
+    monkeypatch.setattr(experiment, "code_version", lambda: "another")
+    run(*task, "--sparsities", "0.6")
+    assert "3 of them are of other code than the last ones." in (tmp_path / "table1.md").read_text()
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95])

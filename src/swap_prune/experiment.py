@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import resource
 import sys
@@ -144,10 +145,23 @@ def _report(
         "configuration": {
             **task,
             **result.settings,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "swap_prune": code_version(),
+            },
             "threads": torch.get_num_threads(),
         },
     }
+
+
+def code_version() -> str:
+    """A digest of the package's modules, for a version's number stays while they are worked on."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _peak_memory_mb() -> float:

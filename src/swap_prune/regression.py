@@ -20,8 +20,10 @@ from swap_prune.gradients import GradientOperator
 
 # Growth of the step of iterative hard thresholding once it leaves the support (Chen et al.).
 STEP_GROWTH = 2.0
-# Columns of G handled at once where a second n × p matrix would otherwise be needed.
-COLUMN_BLOCK = 2**14
+# Columns of G handled at once where a second n × p matrix would otherwise be needed, and rows of
+# the products with a triangular matrix, of which each block leaves out what is zero.
+COLUMN_BLOCK = 2**12
+ROW_BLOCK = 256
 # A search goes from one damping to the next, and back to the best one.
 KEPT_FACTORS = 3
 # How leading eigenvectors are found: iterations, and vectors beyond those asked for.
@@ -298,25 +300,23 @@ class SupportRidge:
         inverse_root = self._inverse_root(damping)
         v = inverse_root.T @ (inverse_root @ (targets.double() - self.start))
         w = self.weights(v)[self.support]
-        whitener = inverse_root.to(w.dtype)
-        matrix = self.columns.rows()
-        explained = torch.cat(
-            [(whitener @ block).square().sum(0) for block in matrix.split(COLUMN_BLOCK, dim=1)]
-        )
+        explained = _explained(inverse_root.to(w.dtype), self.columns.rows())
         # 1 - explained is λ [H⁻¹]_ii, in (0, 1]; rounding must not make it zero.
         scores = torch.full_like(self.w_bar, -torch.inf)
         scores[self.support] = 0.5 * damping * w.square() / (1 - explained).clamp_min(1e-6)
         return scores
 
     def _inverse_root(self, damping: float) -> Tensor:
-        """A matrix R (n, n) with `RᵀR = (G_S G_Sᵀ + nλ I)⁻¹`."""
+        """A lower triangular R (n, n) with `RᵀR = (G_S G_Sᵀ + nλ I)⁻¹`."""
         n = len(self.start)
         factor = self._factor(damping)
         if factor is not None:
             identity = torch.eye(n, dtype=factor.dtype)
             return torch.linalg.solve_triangular(factor, identity, upper=False)
         eigenvalues, vectors = self.spectrum
-        return (eigenvalues + n * damping).rsqrt()[:, None] * vectors.T
+        root = (eigenvalues + n * damping).rsqrt()[:, None] * vectors.T
+        # What is upper triangular with rows and columns in reverse order is lower triangular.
+        return torch.linalg.qr(root.flip(1)).R.flip(0, 1)
 
     def _factor(self, damping: float) -> Tensor | None:
         """The Cholesky factor (n, n) of `G_S G_Sᵀ + nλ I`; None if rounding left it without.
@@ -334,3 +334,15 @@ class SupportRidge:
                 raise torch.linalg.LinAlgError("the Gram matrix of the gradients is not finite")
             self._factors[damping] = None if failed else factor
         return self._factors[damping]
+
+
+def _explained(whitener: Tensor, matrix: Tensor) -> Tensor:
+    """The squared norm (p,) of each column of R G, of a lower triangular R (n, n) and G (n, p)."""
+    parts = []
+    for columns in matrix.split(COLUMN_BLOCK, dim=1):
+        squares = torch.zeros_like(columns[0])
+        for start in range(0, len(matrix), ROW_BLOCK):
+            stop = start + ROW_BLOCK
+            squares += (whitener[start:stop, :stop] @ columns[:stop]).square_().sum(0)
+        parts.append(squares)
+    return torch.cat(parts)

@@ -194,6 +194,7 @@ class Table(ABC, Generic[C]):
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
+            "code": experiment.code_version(),
             "seconds": sum(record["seconds"] or 0.0 for record in records),
             **self.summary(records),
             "cells": records,
@@ -236,7 +237,13 @@ class Table(ABC, Generic[C]):
         """A cell's line of the JSON file; without figures while it is not finished."""
         directory = cell.directory(out)
         result = directory.result() if directory.finished else None
-        return {**asdict(cell), **self.measured(result), "diverged": cell.diverged(out)}
+        versions = {} if result is None else result["configuration"]["versions"]
+        return {
+            **asdict(cell),
+            **self.measured(result),
+            "code": versions.get("swap_prune"),
+            "diverged": cell.diverged(out),
+        }
 
     def _times(self, contents: Mapping[str, Any]) -> list[tuple[tuple[str, ...], float]]:
         """Kind and seconds of the finished cells."""
@@ -359,15 +366,17 @@ def epochs_trained(settings: Mapping[str, Any]) -> int:
 def how_it_was_made(contents: Mapping[str, Any]) -> str:
     """The last part of every Markdown file: commands, time and machine."""
     machine, records = contents["machine"], contents["cells"]
-    finished = sum(record["seconds"] is not None for record in records)
+    finished = [record for record in records if record["seconds"] is not None]
+    older = sum(record.get("code") != contents.get("code") for record in finished)
+    of_older = f" {older} of them are of other code than the last ones." if older else ""
     diverged = [f"- {record['diverged']}" for record in records if record.get("diverged")]
     ending = "\n\nDiverged, and so in no mean:\n\n" + "\n".join(diverged) if diverged else ""
     return (
         "## How it was made\n\n```\n" + "\n".join(contents["commands"]) + "\n```\n\n"
-        f"{finished} of {len(records)} cells are finished; they took "
+        f"{len(finished)} of {len(records)} cells are finished; they took "
         f"{duration(contents['seconds'])} in all ({machine['cores']} cores, "
         f"{machine['threads']} used, torch {machine['torch']}, Python {machine['python']})."
-        f"{ending}"
+        f"{of_older}{ending}"
     )
 
 
