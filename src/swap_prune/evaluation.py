@@ -117,12 +117,13 @@ def outputs_of(
 ) -> Iterator[tuple[slice, Any]]:
     """The model's outputs, in eval mode and without gradients, for slices of at most `most`."""
     samples, size = tree_leaves(inputs)[0].shape[0], min(most, batch_samples(inputs))
-    for start in range(0, samples, size):
-        part = slice(start, min(start + size, samples))
-        x = tree_map(lambda leaf, part=part: leaf[part], inputs)
-        with torch.no_grad(), evaluation_mode(model):
-            output = call(model, x)
-        yield part, output
+    with evaluation_mode(model):
+        for start in range(0, samples, size):
+            part = slice(start, min(start + size, samples))
+            x = tree_map(lambda leaf, part=part: leaf[part], inputs)
+            with torch.no_grad():
+                output = call(model, x)
+            yield part, output
 
 
 def batch_samples(inputs: Any) -> int:
