@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from swap_prune import InputError, prune
 from swap_prune.gradients import DenseGradients, StackedGradients
+from swap_prune.methods import wasserstein
 from swap_prune.methods.cloud import MOST_SHARE, SPREAD_ROWS, Cloud, RowMemory, _discounted
 from swap_prune.regression import SupportRidge
 from test_pruning import QUICK, network, samples, trained
@@ -125,6 +126,31 @@ def test_a_summary_keeps_the_mean_and_the_largest_curvatures():
     assert bool((kept <= whole[:10] + 1e-4).all())
 
 
+@pytest.mark.parametrize("discount", [0.0, 0.5])
+def test_the_fresh_mean_is_without_what_is_remembered(discount):
+    memory, w, rows = RowMemory(8, discount), torch.ones(9), matrix(6, 9, 1)
+    remember(memory, matrix(6, 9, 0), w)
+    cloud = memory.cloud(DenseGradients(rows))
+    assert len(cloud.ones) > cloud.fresh == 6
+    mean = cloud.gradients.T @ cloud.fresh_ones.float() / len(cloud.ones)
+    torch.testing.assert_close(mean, rows.T @ cloud.masses.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_few_rows_step_along_their_own_mean_after_a_cut(monkeypatch):
+    """Past the first stage: LR with the same memory but a mean of all rows ends elsewhere."""
+    asked = {"sparsity": 0.8, "method": "lr", "memory": 40, **QUICK}
+    own = prune(trained(), samples(), **asked).model
+    monkeypatch.setattr(wasserstein, "FEW_ROWS", 0)
+    mixed = prune(trained(), samples(), **asked).model
+    monkeypatch.setattr(wasserstein, "FEW_ROWS", QUICK["samples"] + 1)
+    again = prune(trained(), samples(), **asked).model
+    ours, others, same = (
+        torch.cat([p.flatten() for p in m.parameters()]) for m in (own, mixed, again)
+    )
+    torch.testing.assert_close(ours, same, atol=0, rtol=0)
+    assert not torch.equal(ours, others)
+
+
 def test_no_memory_hands_the_rows_on():
     memory, rows = RowMemory(0, 0.0), DenseGradients(matrix(4, 6, 0))
     assert memory.cloud(rows).gradients is rows
@@ -152,7 +178,7 @@ def test_columns_that_come_back_are_zero_in_memory(support):
 
 
 def test_memory_is_a_setting_of_the_regressions():
-    assert prune(trained(), samples(), sparsity=0.5, **QUICK).settings["memory"] == 20
+    assert prune(trained(), samples(), sparsity=0.5, **QUICK).settings["memory"] == 980
     lr = prune(trained(), samples(), sparsity=0.5, method="lr", memory=7, **QUICK)
     assert lr.settings["memory"] == 7
     with pytest.raises(InputError, match="memory=5 has no part in method='magnitude'"):

@@ -93,7 +93,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--coupling", help=f"{', '.join(COUPLINGS)} (default: sinkhorn)")
     option("--derivative", help="exact or printed (default: exact)")
     option("--selection", help="saliency or iht (default: saliency)")
-    option("--memory", type=int, help="rows that stand for earlier stages' (ewr: 50 or 100)")
+    option("--memory", type=int, help="rows that stand for earlier stages' (ewr: 50 to 999)")
     option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
     option(
         "--block-size", type=int, help="weights that make good for cut neighbours (100); 0: none"

@@ -52,7 +52,7 @@ from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.regression import Budget
 from swap_prune.run_directory import RunDirectory, Step, fingerprint
 from swap_prune.schedule import sparsities
-from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings
+from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
 
 BASELINES: dict[str, type[Method]] = {
     "magnitude": Magnitude,
@@ -62,6 +62,8 @@ BASELINES: dict[str, type[Method]] = {
 }
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
+# Most numbers in the rows remembered unless the user asks for more: 2 GiB of them.
+MEMORY_NUMBERS = 2**29
 # Seeds of the steps of runs with neighbouring seeds must not meet.
 SEED_STRIDE = 1_000_003
 
@@ -153,8 +155,8 @@ def prune(
             derivative: "exact", or "printed" as in the paper.
             selection: "saliency" or "iht".
             alternations: transport and regression in turn, this many times a stage (3).
-            memory: rows that stand for those of earlier stages (for "ewr" as many as a stage has of
-                its own, at most 100, or 50 where it has more than 500; 0 for "lr").
+            memory: rows that stand for those of earlier stages (for "ewr" as many as make 1,000
+                with the fresh ones, within 2 GiB, but at least 50; 0 for "lr").
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
@@ -215,6 +217,8 @@ def prune(
             f"sparsity={sparsity} leaves none of the {weights.size} prunable weights; "
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
+    if given.memory is None:
+        resolved = replace(resolved, memory=_affordable_memory(resolved, weights.size))
     if build_method(resolved).needs_gradients:
         check_memory(resolved.samples or 1, weights.size, resolved.memory or 0)
     # Rows, products and solves run on the CPU, wherever the model lives.
@@ -706,6 +710,12 @@ def build_method(settings: Settings) -> Method:
         metric=settings.metric or 0.0,
         block_size=settings.block_size or 0,
     )
+
+
+def _affordable_memory(settings: Settings, p: int) -> int:
+    """What is remembered unless the user says so: not much for large models or small machines."""
+    most = min(MEMORY_NUMBERS // p, most_rows(p) - (settings.samples or 1))
+    return min(settings.memory or 0, max(LEAST_MEMORY, most))
 
 
 def check_memory(n: int, p: int, remembered: int = 0) -> None:

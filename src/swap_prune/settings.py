@@ -19,9 +19,10 @@ COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
 # At most this many samples are held out, and at most this fraction of the data.
 HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
-# Rows that stand for those of earlier stages; half as many where the fresh ones are plenty.
-MEMORY_ROWS = 100
-PLENTY = 500
+# Rows that EWR has at most, its own and those that stand for earlier stages' (docs/noise.md), and
+# the least of the latter.
+ROWS_IN_ALL = 1000
+LEAST_MEMORY = 50
 # Weights of a block that make good for those cut among them (docs/choices.md).
 BLOCK_SIZE = 100
 
@@ -139,6 +140,8 @@ def resolve(given: Settings, available: int) -> Settings:
             f"and held_out={held_out} need {asked + held_out} samples; "
             f"calibration holds {available}"
         )
+    pool = available - held_out
+    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     chosen_by_loss: dict[str, Any] = {
         "damping": given.damping,
         "first_order": given.first_order,
@@ -162,6 +165,9 @@ def resolve(given: Settings, available: int) -> Settings:
     metric = given.metric
     if metric is None and given.method in REGRESSIONS:
         metric = "auto" if held_out else 0.0
+    memory = given.memory
+    if memory is None:
+        memory = remembered_rows(samples) if given.method == "ewr" else 0
     block_size = given.block_size
     if block_size is None and given.method in REGRESSIONS:
         block_size = BLOCK_SIZE if held_out else 0
@@ -170,8 +176,6 @@ def resolve(given: Settings, available: int) -> Settings:
             f"block_size={block_size} needs held-out samples to choose a damping by, and held_out "
             "is 0; give block_size=0"
         )
-    pool = available - held_out
-    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule
     own = isinstance(schedule, (list, tuple))
     stages = given.stages or (len(schedule) if own else 15)
@@ -183,7 +187,7 @@ def resolve(given: Settings, available: int) -> Settings:
         stages=stages,
         schedule=tuple(schedule) if isinstance(schedule, list) else schedule,
         correcting=correcting,
-        memory=_memory(given, samples),
+        memory=memory,
         metric=metric,
         block_size=block_size,
         contamination=contamination,
@@ -195,12 +199,9 @@ def resolve(given: Settings, available: int) -> Settings:
     )
 
 
-def _memory(given: Settings, samples: int) -> int:
-    """How many rows of earlier stages are remembered."""
-    if given.memory is None:
-        few = MEMORY_ROWS // 2 if samples > PLENTY else min(MEMORY_ROWS, samples)
-        return few if given.method == "ewr" else 0
-    return given.memory
+def remembered_rows(samples: int) -> int:
+    """How many rows of earlier stages "ewr" remembers beside so many of its own."""
+    return max(LEAST_MEMORY, ROWS_IN_ALL - samples)
 
 
 def _selectors(name: str, given: Any) -> tuple[Selector, ...]:

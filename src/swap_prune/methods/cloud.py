@@ -56,6 +56,13 @@ class Cloud:
         squares = self.ones[: self.fresh].square()
         return squares / squares.sum()
 
+    @property
+    def fresh_ones(self) -> Tensor:
+        """As `ones` (N,), for the mean gradient of the fresh rows alone."""
+        fresh = torch.zeros_like(self.ones)
+        fresh[: self.fresh] = self.ones[: self.fresh]
+        return fresh * (len(self.ones) / fresh.square().sum())
+
     def unscaled(self, values: Tensor) -> Tensor:
         """Of values (N,) of the rows those of the fresh ones (fresh,), as without masses."""
         return values[: self.fresh] / self.ones[: self.fresh]

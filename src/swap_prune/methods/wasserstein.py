@@ -35,6 +35,9 @@ TRANSPORT_GAIN = 0.05
 # While weights are cut, steps are damped this much less than the held-out loss would have it: the
 # noise that a bold step brings is averaged away by the stages that follow (docs/choices.md).
 BOLDNESS = 3.0
+# With fewer rows than this, the mean gradient after a cut is that of the fresh rows alone: how far
+# the remembered one has drifted can't be told from so few (docs/noise.md).
+FEW_ROWS = 500
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.1, 0.01, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
@@ -164,7 +167,8 @@ class WassersteinRegression(Method):
             solution = self._transport(_Problem(ridge, cloud, y, solution), trial)
         if self.first_order != 0:
             bold = cut and stage.remaining > 0
-            shift = cloud.ones / stage.samples_per_row
+            ones = cloud.fresh_ones if cut and cloud.fresh < FEW_ROWS else cloud.ones
+            shift = ones / stage.samples_per_row
             solution = self._first_order(ridge, trial, solution, shift, bold)
         self._memory.keep(cloud, ridge)
         if solution.losses is not None:
