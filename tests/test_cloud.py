@@ -3,11 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swap_prune import InputError, prune
+from swap_prune import InputError, prune, pruning
 from swap_prune.gradients import DenseGradients, StackedGradients
 from swap_prune.methods import wasserstein
 from swap_prune.methods.cloud import MOST_SHARE, SPREAD_ROWS, Cloud, RowMemory, _discounted
 from swap_prune.regression import SupportRidge
+from swap_prune.settings import LEAST_MEMORY
 from test_pruning import QUICK, network, samples, trained
 
 
@@ -175,6 +176,16 @@ def test_columns_that_come_back_are_zero_in_memory(support):
     gradients = memory.cloud(DenseGradients(matrix(3, 5, 1))).gradients
     there = gradients.columns(torch.tensor(support)).rows()
     torch.testing.assert_close(there, gradients.rows()[:, support])
+
+
+def test_large_models_remember_less_unless_told_to(monkeypatch):
+    model = trained()
+    numbers = 60 * sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    monkeypatch.setattr(pruning, "MEMORY_NUMBERS", numbers)
+    assert prune(model, samples(), sparsity=0.5, **QUICK).settings["memory"] == 60
+    assert prune(model, samples(), sparsity=0.5, memory=70, **QUICK).settings["memory"] == 70
+    monkeypatch.setattr(pruning, "MEMORY_NUMBERS", 1)
+    assert prune(model, samples(), sparsity=0.5, **QUICK).settings["memory"] == LEAST_MEMORY
 
 
 def test_memory_is_a_setting_of_the_regressions():

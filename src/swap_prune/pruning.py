@@ -218,7 +218,7 @@ def prune(
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
     if given.memory is None:
-        resolved = replace(resolved, memory=_affordable_memory(resolved, weights.size))
+        resolved = replace(resolved, memory=affordable_memory(resolved, weights.size))
     if build_method(resolved).needs_gradients:
         check_memory(resolved.samples or 1, weights.size, resolved.memory or 0)
     # Rows, products and solves run on the CPU, wherever the model lives.
@@ -712,7 +712,7 @@ def build_method(settings: Settings) -> Method:
     )
 
 
-def _affordable_memory(settings: Settings, p: int) -> int:
+def affordable_memory(settings: Settings, p: int) -> int:
     """What is remembered unless the user says so: not much for large models or small machines."""
     most = min(MEMORY_NUMBERS // p, most_rows(p) - (settings.samples or 1))
     return min(settings.memory or 0, max(LEAST_MEMORY, most))
