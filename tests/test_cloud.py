@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swap_prune import InputError, prune, pruning
+from swap_prune import InputError, prune
+from swap_prune import settings as settings_of
 from swap_prune.gradients import DenseGradients, StackedGradients
 from swap_prune.methods import wasserstein
 from swap_prune.methods.cloud import MOST_SHARE, SPREAD_ROWS, Cloud, RowMemory, _discounted
@@ -141,9 +142,9 @@ def test_few_rows_step_along_their_own_mean_after_a_cut(monkeypatch):
     """Past the first stage: LR with the same memory but a mean of all rows ends elsewhere."""
     asked = {"sparsity": 0.8, "method": "lr", "memory": 40, **QUICK}
     own = prune(trained(), samples(), **asked).model
-    monkeypatch.setattr(wasserstein, "FEW_ROWS", 0)
+    monkeypatch.setattr(wasserstein, "OWN_MEAN_BELOW", 0)
     mixed = prune(trained(), samples(), **asked).model
-    monkeypatch.setattr(wasserstein, "FEW_ROWS", QUICK["samples"] + 1)
+    monkeypatch.setattr(wasserstein, "OWN_MEAN_BELOW", QUICK["samples"] + 1)
     again = prune(trained(), samples(), **asked).model
     ours, others, same = (
         torch.cat([p.flatten() for p in m.parameters()]) for m in (own, mixed, again)
@@ -181,17 +182,34 @@ def test_columns_that_come_back_are_zero_in_memory(support):
 def test_large_models_remember_less_unless_told_to(monkeypatch):
     model = trained()
     numbers = 60 * sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    monkeypatch.setattr(pruning, "MEMORY_NUMBERS", numbers)
+    monkeypatch.setattr(settings_of, "MEMORY_NUMBERS", numbers)
     assert prune(model, samples(), sparsity=0.5, **QUICK).settings["memory"] == 60
     assert prune(model, samples(), sparsity=0.5, memory=70, **QUICK).settings["memory"] == 70
-    monkeypatch.setattr(pruning, "MEMORY_NUMBERS", 1)
+    monkeypatch.setattr(settings_of, "MEMORY_NUMBERS", 1)
     assert prune(model, samples(), sparsity=0.5, **QUICK).settings["memory"] == LEAST_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("samples", "p", "spare", "expected"),
+    [
+        (100, 10**5, 10**5, 900),
+        (1000, 10**5, 10**5, 50),
+        (100, 10**7, 10**5, 53),
+        (100, 10**8, 10**5, 50),
+        (100, 10**5, 90, 30),
+        (100, 10**5, -5, 0),
+    ],
+)
+def test_what_is_remembered_fits(samples, p, spare, expected):
+    assert settings_of.remembered_rows(samples, p, spare) == expected
 
 
 def test_memory_is_a_setting_of_the_regressions():
     assert prune(trained(), samples(), sparsity=0.5, **QUICK).settings["memory"] == 980
     lr = prune(trained(), samples(), sparsity=0.5, method="lr", memory=7, **QUICK)
     assert lr.settings["memory"] == 7
+    lr = prune(trained(), samples(), sparsity=0.5, method="lr", memory="auto", **QUICK)
+    assert lr.settings["memory"] == 980
     with pytest.raises(InputError, match="memory=5 has no part in method='magnitude'"):
         prune(network(), samples(), sparsity=0.5, method="magnitude", memory=5)
     for wrong in (-1, 1.5):

@@ -276,7 +276,7 @@ def test_each_rule(changes, expected, said):
     assert chosen["samples"] * chosen["samples_per_row"] + chosen["held_out"] <= available
 
 
-@pytest.mark.parametrize(("page", "fits"), [(2000, 450), (1000, 75)])
+@pytest.mark.parametrize(("page", "fits"), [(2000, 350), (1000, 62)])
 def test_rows_that_memory_can_not_hold_are_not_recommended(monkeypatch, page, fits):
     report = report_on(rows(), available=100_000)
     monkeypatch.setattr("os.sysconf", lambda name: page)
@@ -285,7 +285,7 @@ def test_rows_that_memory_can_not_hold_are_not_recommended(monkeypatch, page, fi
     assert f"memory holds {fits} rows" in " ".join(reasons)
     # With the rows that ewr remembers, for which `prune` wants room too.
     resolved = resolve(Settings(sparsity=0.5, **chosen), 100_000)
-    check_memory(resolved.samples, P, affordable_memory(resolved, P))
+    check_memory(resolved.samples, P, affordable_memory(resolved.samples, P))
 
 
 # --- end to end ---------------------------------------------------------------------------------

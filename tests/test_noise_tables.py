@@ -148,7 +148,7 @@ def test_variants_are_what_their_names_say():
     assert printed == {**fixed, "coupling": "gaussian-printed", "epsilon": 10}
     assert noise_tables.settings_of("sinkhorn-inf")["epsilon"] == math.inf
     assert noise_tables.settings_of("relative-0.1")["relative"] is True
-    assert noise_tables.settings_of("lr-memory") == {"method": "lr", "memory": 100}
+    assert noise_tables.settings_of("lr-memory") == {"method": "lr", "memory": "auto"}
     assert noise_tables.settings_of("wf") == {"method": "wf"}
 
 

@@ -284,7 +284,7 @@ def test_own_schedule_sets_the_number_of_stages():
 
 def test_a_matrix_that_the_machine_can_not_hold_is_refused(monkeypatch):
     monkeypatch.setattr("os.sysconf", lambda name: 64)
-    with pytest.raises(InputError, match=r"samples=20 rows .* memory=20 .* need .* GiB"):
+    with pytest.raises(InputError, match=r"samples=20 rows .* memory=0 .* need .* GiB"):
         prune(network(), samples(), sparsity=0.5, **QUICK)
 
 

@@ -333,7 +333,9 @@ def test_cells_of_other_code_are_counted(runs, weights, tmp_path, monkeypatch):
     assert "other code" not in (tmp_path / "table1.md").read_text()
     monkeypatch.setattr(experiment, "code_version", lambda: "another")
     run(*task, "--sparsities", "0.6")
-    assert "3 of them are of other code than the last ones." in (tmp_path / "table1.md").read_text()
+    assert (
+        "3 of them are of other code than wrote this file." in (tmp_path / "table1.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95])

@@ -93,7 +93,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--coupling", help=f"{', '.join(COUPLINGS)} (default: sinkhorn)")
     option("--derivative", help="exact or printed (default: exact)")
     option("--selection", help="saliency or iht (default: saliency)")
-    option("--memory", type=int, help="rows that stand for earlier stages' (ewr: 50 to 999)")
+    option("--memory", type=_count_or_auto, help="rows for earlier stages', or auto (ewr: auto)")
     option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
     option(
         "--block-size", type=int, help="weights that make good for cut neighbours (100); 0: none"
@@ -195,6 +195,13 @@ def _number_or_auto(text: str) -> float | str:
         return text if text == "auto" else float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto") from error
+
+
+def _count_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or auto") from error
 
 
 def _schedule(text: str) -> str | tuple[float, ...]:

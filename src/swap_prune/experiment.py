@@ -22,6 +22,16 @@ from swap_prune.recipe import Recipe
 from swap_prune.run_directory import RunDirectory
 
 
+def _digest(package: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+_CODE = _digest(Path(__file__).parent)
+
+
 def load_task(
     model: str, data_set: str, weights: str | None, data_directory: str | None
 ) -> tuple[nn.Module, data.Splits]:
@@ -156,12 +166,11 @@ def _report(
 
 
 def code_version() -> str:
-    """A digest of the package's modules, for a version's number stays while they are worked on."""
-    package = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+    """A digest of the package's modules, for a version's number stays while they are worked on.
+
+    As they were when this one was imported; of a run that was resumed, those that ended it.
+    """
+    return _CODE
 
 
 def _peak_memory_mb() -> float:

@@ -23,7 +23,7 @@ from swap_prune.gradients.rows import Loss
 from swap_prune.prunable import select_weights
 from swap_prune.pruning import check_memory, most_rows, own_copy
 from swap_prune.run_directory import plain
-from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
+from swap_prune.settings import COPIES, HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
 
 DEFAULT_ROWS = 500
 SPLITS = 20
@@ -434,8 +434,8 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     held_out = min(HELD_OUT_SAMPLES, max(1, int(available * HELD_OUT_FRACTION)))
     pool = available - held_out
     held = most_rows(report.weights)
-    # Room for the rows that ewr remembers at least.
-    samples = max(1, min(MOST_ROWS, pool, held - LEAST_MEMORY))
+    # Room for the rows that ewr remembers at least, or as many as there are.
+    samples = max(1, min(MOST_ROWS, pool, max(held // 2, held - COPIES * LEAST_MEMORY)))
     samples_per_row, about_rows = _choose_samples_per_row(report, pool // samples)
     about_method = _reasons_for_ewr(report, samples)
     chosen = {

@@ -52,7 +52,7 @@ from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.regression import Budget
 from swap_prune.run_directory import RunDirectory, Step, fingerprint
 from swap_prune.schedule import sparsities
-from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
+from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings
 
 BASELINES: dict[str, type[Method]] = {
     "magnitude": Magnitude,
@@ -62,8 +62,6 @@ BASELINES: dict[str, type[Method]] = {
 }
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
-# Most numbers in the rows remembered unless the user asks for more: 2 GiB of them.
-MEMORY_NUMBERS = 2**29
 # Seeds of the steps of runs with neighbouring seeds must not meet.
 SEED_STRIDE = 1_000_003
 
@@ -155,8 +153,9 @@ def prune(
             derivative: "exact", or "printed" as in the paper.
             selection: "saliency" or "iht".
             alternations: transport and regression in turn, this many times a stage (3).
-            memory: rows that stand for those of earlier stages (for "ewr" as many as make 1,000
-                with the fresh ones, within 2 GiB, but at least 50; 0 for "lr").
+            memory: rows that stand for those of earlier stages, or "auto": as many as make 1,000
+                with the fresh ones, within 2 GiB and what the machine holds, but at least 50 where
+                it does ("auto" for "ewr", 0 for "lr").
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
@@ -217,10 +216,10 @@ def prune(
             f"sparsity={sparsity} leaves none of the {weights.size} prunable weights; "
             f"at most {1 - 1 / weights.size:.6g} is possible"
         )
-    if given.memory is None:
-        resolved = replace(resolved, memory=affordable_memory(resolved, weights.size))
+    if resolved.memory == "auto":
+        resolved = replace(resolved, memory=affordable_memory(resolved.samples or 1, weights.size))
     if build_method(resolved).needs_gradients:
-        check_memory(resolved.samples or 1, weights.size, resolved.memory or 0)
+        check_memory(resolved.samples or 1, weights.size, int(resolved.memory or 0))
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
     with torch.random.fork_rng(devices=[]):
@@ -705,17 +704,16 @@ def build_method(settings: Settings) -> Method:
         derivative=settings.derivative,
         selection=settings.selection,
         alternations=settings.alternations,
-        memory=settings.memory or 0,
+        memory=int(settings.memory or 0),
         discount=settings.discount,
         metric=settings.metric or 0.0,
         block_size=settings.block_size or 0,
     )
 
 
-def affordable_memory(settings: Settings, p: int) -> int:
-    """What is remembered unless the user says so: not much for large models or small machines."""
-    most = min(MEMORY_NUMBERS // p, most_rows(p) - (settings.samples or 1))
-    return min(settings.memory or 0, max(LEAST_MEMORY, most))
+def affordable_memory(n: int, p: int) -> int:
+    """How many rows memory="auto" remembers on this machine."""
+    return settings_of.remembered_rows(n, p, most_rows(p) - n)
 
 
 def check_memory(n: int, p: int, remembered: int = 0) -> None:

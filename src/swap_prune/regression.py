@@ -29,6 +29,8 @@ KEPT_FACTORS = 3
 # How leading eigenvectors are found: iterations, and vectors beyond those asked for.
 SUBSPACE_ITERATIONS = 4
 SPARE_VECTORS = 10
+# They are few if they are no more than this part of all.
+FEW = 4
 
 
 @dataclass(frozen=True)
@@ -269,10 +271,12 @@ class SupportRidge:
     def leading(self, count: int) -> Tensor:
         """Orthonormal columns (n, count) close to the leading eigenvectors of `G_S G_Sᵀ`.
 
-        By subspace iteration: the eigenvalues of gradients fall fast, and whoever asks for few of
-        a thousand vectors does not need them exact.
+        A few of them by subspace iteration: the eigenvalues of gradients fall fast, and whoever
+        asks for few of a thousand vectors does not need them exact.
         """
         n = len(self.start)
+        if count > n // FEW:
+            return self.spectrum[1][:, n - count :]
         generator = torch.Generator().manual_seed(0)
         size = min(n, count + SPARE_VECTORS)
         basis = torch.randn(n, size, generator=generator, dtype=self.gram.dtype)
@@ -316,7 +320,7 @@ class SupportRidge:
         eigenvalues, vectors = self.spectrum
         root = (eigenvalues + n * damping).rsqrt()[:, None] * vectors.T
         # What is upper triangular with rows and columns in reverse order is lower triangular.
-        return torch.linalg.qr(root.flip(1)).R.flip(0, 1)
+        return torch.linalg.qr(root.flip(1), mode="r").R.flip(0, 1)
 
     def _factor(self, damping: float) -> Tensor | None:
         """The Cholesky factor (n, n) of `G_S G_Sᵀ + nλ I`; None if rounding left it without.

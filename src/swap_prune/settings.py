@@ -19,10 +19,13 @@ COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
 # At most this many samples are held out, and at most this fraction of the data.
 HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
-# Rows that EWR has at most, its own and those that stand for earlier stages' (docs/noise.md), and
-# the least of the latter.
+# Rows that memory="auto" makes up to, a stage's own and those that stand for earlier stages', and
+# the least of the latter (docs/noise.md).
 ROWS_IN_ALL = 1000
 LEAST_MEMORY = 50
+# Most numbers in them: 2 GiB. While a stage is solved there are three of each.
+MEMORY_NUMBERS = 2**29
+COPIES = 3
 # Weights of a block that make good for those cut among them (docs/choices.md).
 BLOCK_SIZE = 100
 
@@ -48,7 +51,7 @@ class Settings:
     derivative: str = "exact"
     selection: str = "saliency"
     alternations: int = 3
-    memory: int | None = None
+    memory: int | Auto | None = None
     discount: float = 0.0
     metric: float | Auto | None = None
     block_size: int | None = None
@@ -88,7 +91,7 @@ def check(settings: Settings) -> None:
     ):
         value = getattr(settings, name)
         optional = Settings.__dataclass_fields__[name].default is None
-        if optional and value is None:
+        if (optional and value is None) or (name == "memory" and value == "auto"):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
@@ -167,7 +170,7 @@ def resolve(given: Settings, available: int) -> Settings:
         metric = "auto" if held_out else 0.0
     memory = given.memory
     if memory is None:
-        memory = remembered_rows(samples) if given.method == "ewr" else 0
+        memory = "auto" if given.method == "ewr" else 0
     block_size = given.block_size
     if block_size is None and given.method in REGRESSIONS:
         block_size = BLOCK_SIZE if held_out else 0
@@ -199,9 +202,16 @@ def resolve(given: Settings, available: int) -> Settings:
     )
 
 
-def remembered_rows(samples: int) -> int:
-    """How many rows of earlier stages "ewr" remembers beside so many of its own."""
-    return max(LEAST_MEMORY, ROWS_IN_ALL - samples)
+def remembered_rows(samples: int, p: int, spare: int) -> int:
+    """How many rows of earlier stages memory="auto" remembers.
+
+    Args:
+        samples: a stage's own rows.
+        p: the prunable weights.
+        spare: the rows that the machine can hold beside the stage's own.
+    """
+    affordable = max(LEAST_MEMORY, MEMORY_NUMBERS // p)
+    return max(0, min(max(LEAST_MEMORY, ROWS_IN_ALL - samples), affordable, spare // COPIES))
 
 
 def _selectors(name: str, given: Any) -> tuple[Selector, ...]:

@@ -133,16 +133,16 @@ class RowMemory:
         """Remember the cloud on the support that was chosen; weights outside it are gone."""
         if self.size == 0:
             return
-        total = len(cloud.ones)
+        self.support, total = ridge.support, len(cloud.ones)
         if total <= self.size:
-            basis = torch.eye(total, dtype=torch.float64)
-        else:
-            leading = ridge.leading(self.size - 1)
-            mean = (cloud.ones / cloud.ones.norm())[:, None]
-            basis = torch.linalg.qr(torch.cat([mean, leading], dim=1)).Q
-        basis = basis / math.sqrt(total)
+            self.rows = ridge.columns.rows() / math.sqrt(total)
+            self.ones = cloud.ones / math.sqrt(total)
+            return
+        leading = ridge.leading(self.size - 1)
+        mean = (cloud.ones / cloud.ones.norm())[:, None]
+        basis = torch.linalg.qr(torch.cat([mean, leading], dim=1)).Q / math.sqrt(total)
         self.rows = basis.T.to(ridge.w_bar.dtype) @ ridge.columns.rows()
-        self.support, self.ones = ridge.support, basis.T @ cloud.ones
+        self.ones = basis.T @ cloud.ones
 
     def tensors(self) -> dict[str, Tensor]:
         """What `restore` needs."""

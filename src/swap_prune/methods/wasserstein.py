@@ -35,13 +35,13 @@ TRANSPORT_GAIN = 0.05
 # While weights are cut, steps are damped this much less than the held-out loss would have it: the
 # noise that a bold step brings is averaged away by the stages that follow (docs/choices.md).
 BOLDNESS = 3.0
-# With fewer rows than this, the mean gradient after a cut is that of the fresh rows alone: how far
-# the remembered one has drifted can't be told from so few (docs/noise.md).
-FEW_ROWS = 500
+# With fewer rows than this, the mean gradient after a cut is that of the fresh rows alone. That is
+# better with 100 rows, and no different with 1,000 (docs/noise.md).
+OWN_MEAN_BELOW = 500
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.1, 0.01, 1.0)
 MIXTURES = (0.5, 0.25, 1.0)
-# What metric="auto" tries, and on how many rows at most: more of them choose the same.
+# What metric="auto" tries, and on how many rows at most: more chose the same (docs/choices.md).
 METRICS = (0.0, 0.9)
 REHEARSAL_ROWS = 250
 # The dampings of blocks that are tried, relative to the mean curvature of a weight.
@@ -124,21 +124,23 @@ class WassersteinRegression(Method):
         return u * scale, chosen | {"metric": self._metric}
 
     def _rehearsed_loss(self, stage: Stage, share: float) -> float:
-        """The held-out loss after half of the weights are cut with this κ; G stays as it is.
+        """The held-out loss after half of the weights are cut with this κ; G is left as it was.
 
         At the first stage, so there is no row remembered that would have to be rescaled.
         """
         assert stage.gradients is not None
         present, groups = stage.w_bar != 0, stage.budget.groups
         half = Budget(groups, tuple(math.ceil(int(present[g].sum()) / 2) for g in groups))
-        rows = DenseGradients(stage.gradients.rows()[:REHEARSAL_ROWS].clone())
+        rows = DenseGradients(stage.gradients.rows()[:REHEARSAL_ROWS])
         scale = metric.scales(rows.matrix, present, share)
         trial = _in_coordinates(replace(stage, budget=half, gradients=rows), scale)
         cloud = self._memory.cloud(rows)
         y = (cloud.gradients @ trial.w_bar).double()
         ridge = self._on_support(trial, cloud, y)
         solution = Candidate(ridge.dual(y, self._damping), {})
-        return _Trial(ridge, trial.held_out_losses).loss(solution)
+        loss = _Trial(ridge, trial.held_out_losses).loss(solution)
+        rows.matrix.div_(scale)
+        return loss
 
     def _regress(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """The same in coordinates in which the damping holds all weights alike."""
@@ -167,10 +169,11 @@ class WassersteinRegression(Method):
             solution = self._transport(_Problem(ridge, cloud, y, solution), trial)
         if self.first_order != 0:
             bold = cut and stage.remaining > 0
-            ones = cloud.fresh_ones if cut and cloud.fresh < FEW_ROWS else cloud.ones
+            ones = cloud.fresh_ones if cut and cloud.fresh < OWN_MEAN_BELOW else cloud.ones
             shift = ones / stage.samples_per_row
             solution = self._first_order(ridge, trial, solution, shift, bold)
-        self._memory.keep(cloud, ridge)
+        if stage.remaining:
+            self._memory.keep(cloud, ridge)
         if solution.losses is not None:
             solution.settings["held_out_loss"] = float(solution.losses.mean())
         return ridge.weights(solution.v), solution.settings

@@ -367,8 +367,8 @@ def how_it_was_made(contents: Mapping[str, Any]) -> str:
     """The last part of every Markdown file: commands, time and machine."""
     machine, records = contents["machine"], contents["cells"]
     finished = [record for record in records if record["seconds"] is not None]
-    older = sum(record.get("code") != contents.get("code") for record in finished)
-    of_older = f" {older} of them are of other code than the last ones." if older else ""
+    others = sum(record.get("code") != contents.get("code") for record in finished)
+    of_others = f" {others} of them are of other code than wrote this file." if others else ""
     diverged = [f"- {record['diverged']}" for record in records if record.get("diverged")]
     ending = "\n\nDiverged, and so in no mean:\n\n" + "\n".join(diverged) if diverged else ""
     return (
@@ -376,7 +376,7 @@ def how_it_was_made(contents: Mapping[str, Any]) -> str:
         f"{len(finished)} of {len(records)} cells are finished; they took "
         f"{duration(contents['seconds'])} in all ({machine['cores']} cores, "
         f"{machine['threads']} used, torch {machine['torch']}, Python {machine['python']})."
-        f"{of_older}{ending}"
+        f"{of_others}{ending}"
     )
 
 

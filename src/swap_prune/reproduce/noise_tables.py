@@ -27,7 +27,7 @@ from swap_prune.errors import InputError
 from swap_prune.recipe import Recipe
 from swap_prune.reproduce import common
 from swap_prune.reproduce.common import MISSING, Table, check_seeds, choose, with_interval
-from swap_prune.settings import METHODS, remembered_rows
+from swap_prune.settings import METHODS
 
 NETWORKS = ("resnet20", "mlpnet", "efficientnet-lite0")
 PROTOCOLS = {
@@ -36,12 +36,10 @@ PROTOCOLS = {
 }
 RECIPES = common.RECIPES / "noise"
 CONFIDENCE = 0.9
-# The protocol's rows a stage.
-SAMPLES = 100
 # Methods by name: those of `prune`, and LR with one of the parts of EWR, to see what it is worth.
 NAMED: dict[str, dict[str, Any]] = {
     **{name: {"method": name} for name in ("lr", "ewr")},
-    "lr-memory": {"method": "lr", "memory": remembered_rows(SAMPLES)},
+    "lr-memory": {"method": "lr", "memory": "auto"},
     "lr-discount": {"method": "lr", "discount": 0.5},
     "lr-contamination": {"method": "lr", "contamination": "auto"},
     **{name: {"method": name} for name in METHODS if name not in ("lr", "ewr")},
