@@ -120,7 +120,7 @@ def test_what_is_remembered_is_in_the_coordinates_of_the_weights():
     method = WassersteinRegression(damping=0.03, first_order=0.0, metric=0.9, memory=20)
     rows = gradients(10, p, 4)
     for k in (6, 4):
-        stage = Stage(DenseGradients(rows.clone()), w, Budget.over_all(p, k), 1, 0, (), None)
+        stage = Stage(DenseGradients(rows.clone()), w, Budget.over_all(p, k), 1, 1, (), None)
         w, _ = method.prune(stage)
     tensors, _ = method.state()
     mean = tensors["rows"].double().T @ tensors["ones"]
