@@ -213,7 +213,7 @@ def test_memory_is_a_setting_of_the_regressions():
     with pytest.raises(InputError, match="memory=5 has no part in method='magnitude'"):
         prune(network(), samples(), sparsity=0.5, method="magnitude", memory=5)
     for wrong in (-1, 1.5):
-        with pytest.raises(InputError, match="memory="):
+        with pytest.raises(InputError, match=r"memory=.* at least 0, or 'auto'"):
             prune(network(), samples(), sparsity=0.5, memory=wrong)
 
 

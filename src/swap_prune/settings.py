@@ -91,10 +91,14 @@ def check(settings: Settings) -> None:
     ):
         value = getattr(settings, name)
         optional = Settings.__dataclass_fields__[name].default is None
-        if (optional and value is None) or (name == "memory" and value == "auto"):
+        automatic = name == "memory"
+        if (optional and value is None) or (automatic and value == "auto"):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-            raise InputError(f"{name}={value!r} must be a whole number of at least {least}")
+            or_auto = ", or 'auto'" if automatic else ""
+            raise InputError(
+                f"{name}={value!r} must be a whole number of at least {least}{or_auto}"
+            )
     for name in ("relative", "per_layer"):
         if not isinstance(getattr(settings, name), bool):
             raise InputError(f"{name}={getattr(settings, name)!r} must be True or False")
@@ -143,8 +147,6 @@ def resolve(given: Settings, available: int) -> Settings:
             f"and held_out={held_out} need {asked + held_out} samples; "
             f"calibration holds {available}"
         )
-    pool = available - held_out
-    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     chosen_by_loss: dict[str, Any] = {
         "damping": given.damping,
         "first_order": given.first_order,
@@ -179,6 +181,8 @@ def resolve(given: Settings, available: int) -> Settings:
             f"block_size={block_size} needs held-out samples to choose a damping by, and held_out "
             "is 0; give block_size=0"
         )
+    pool = available - held_out
+    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule
     own = isinstance(schedule, (list, tuple))
     stages = given.stages or (len(schedule) if own else 15)
