@@ -51,7 +51,7 @@ def by_hand(rows, w_bar, support, size, damping):
 def test_each_block_is_at_its_minimum(n, size, at_once, damping, seed):
     G, w_bar, support = problem(n, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks_module, "COLUMNS_AT_ONCE", at_once * size)
+        patch.setattr(blocks_module, "NUMBERS_AT_ONCE", at_once * size * n)
         both = compensated(G, w_bar, support, LAYERS, size, [damping, 2 * damping])
     for w, value in zip(both, (damping, 2 * damping), strict=True):
         expected = by_hand(G.rows(), w_bar, support, size, value)

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from swap_prune.gradients import GradientOperator
+from swap_prune.gradients import Buffers, GradientOperator
 
 # Growth of the step of iterative hard thresholding once it leaves the support (Chen et al.).
 STEP_GROWTH = 2.0
@@ -199,6 +199,8 @@ class SupportRidge:
         w_bar: the weights (p,) at which G was taken.
         support: the sorted indices (s,) of the weights that may differ from zero.
         gram: `G_S G_Sᵀ` (n, n), if it is known.
+        buffers: where the columns of the support are copied to. Regressions that share them can't
+            be used side by side.
     """
 
     def __init__(
@@ -207,10 +209,12 @@ class SupportRidge:
         w_bar: Tensor,
         support: Tensor,
         gram: Tensor | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         self.support = support
         self.w_bar = w_bar
-        self.columns = gradients.columns(support)
+        taken = (buffers or Buffers()).take("columns", w_bar, gradients.shape[0], len(support))
+        self.columns = gradients.columns(support, taken)
         self.start = (self.columns @ w_bar[support]).double()
         self.gram = self.columns.gram() if gram is None else gram
         self._factors: dict[float, Tensor | None] = {}

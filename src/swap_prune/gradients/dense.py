@@ -19,9 +19,9 @@ class DenseGradients(GradientOperator):
         self.shape = (matrix.shape[0], matrix.shape[1])
 
     def columns(self, support: Tensor, out: Tensor | None = None) -> DenseGradients:
-        """Copy the columns `support` (s,); all of them are handed on as they are without `out`."""
+        """Copy the columns `support` (s,); all of them are handed on as they are."""
         if len(support) == self.shape[1]:
-            return self if out is None else DenseGradients(out.copy_(self.matrix))
+            return self
         return DenseGradients(torch.index_select(self.matrix, 1, support, out=out))
 
     def gram(self) -> Tensor:

@@ -34,7 +34,7 @@ class GradientOperator(ABC):
     def columns(self, support: Tensor, out: Tensor | None = None) -> GradientOperator:
         """`G_S`: the restriction to the columns `support` (s,), sorted indices into p.
 
-        Written into the matrix `out` (n, s) if given.
+        `out` is a matrix (n, s) that a copy may be written into; what needs no copy is not.
         """
 
     @abstractmethod

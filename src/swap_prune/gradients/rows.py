@@ -18,7 +18,6 @@ independent: a model whose output for one depends on the others in its batch has
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calling import call, evaluation_mode, formatted
 from swap_prune.errors import InputError, NotFiniteError
+from swap_prune.gradients.buffers import Buffers
 from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
 
@@ -62,21 +62,12 @@ class Worker:
     Attributes:
         model: around the parameters that all workers share.
         loss: `loss(model(x), targets)`.
-        buffers: memory for what a layer's product is made from, by its use. Taken anew for every
-            layer it would go back to the system and come from there again, page by page, which
-            costs up to a fifth of the time.
+        buffers: memory for what a layer's product is made from.
     """
 
     model: nn.Module
     loss: Loss
-    buffers: dict[Any, Tensor] = field(default_factory=dict)
-
-    def buffer(self, use: str, like: Tensor, *shape: int) -> Tensor:
-        """A tensor of the shape and of the kind of `like`, with whatever was left in it."""
-        size, key = math.prod(shape), (use, like.dtype, like.device)
-        if key not in self.buffers or len(self.buffers[key]) < size:
-            self.buffers[key] = like.new_empty(size)
-        return self.buffers[key][:size].view(shape)
+    buffers: Buffers = field(default_factory=Buffers)
 
 
 Fill = Callable[[Worker, PrunableWeights, Any, Any, Tensor], None]
@@ -149,7 +140,7 @@ def gradient_rows(
         x, y, block, _ = chunk(0)
         alone = Worker(model, loss)
         fill = _choose_way(alone, weights, x, y, block)
-        alone.buffers.clear()
+        alone.buffers = Buffers()
         if fill is _fill_vectorised:
             workers = [alone]
             fill(alone, weights, x, y, block)
@@ -376,16 +367,18 @@ def _line_rows(
     (samples, channels, image_h, image_w), (outputs_h, outputs_w) = a.shape, b.shape[2:]
     (high, wide), (kernel_h, kernel_w) = padding, layer.kernel_size
     (step_h, step_w), (spread_h, spread_w) = layer.stride, layer.dilation
-    padded = worker.buffer("padded", a, samples, image_h + 2 * high, image_w + 2 * wide, channels)
+    padded = worker.buffers.take(
+        "padded", a, samples, image_h + 2 * high, image_w + 2 * wide, channels
+    )
     padded.zero_()
     padded[:, high : high + image_h, wide : wide + image_w] = a.permute(0, 2, 3, 1)
     sample, line, column, channel = padded.stride()
-    lines = worker.buffer("lines", a, samples, padded.shape[1], outputs_w, kernel_w, channels)
+    lines = worker.buffers.take("lines", a, samples, padded.shape[1], outputs_w, kernel_w, channels)
     lines.copy_(
         padded.as_strided(lines.shape, (sample, line, column * step_w, column * spread_w, channel))
     )
     outputs = b.permute(0, 2, 3, 1).reshape(rows, -1, b.shape[1]).transpose(1, 2)
-    products = worker.buffer("products", a, kernel_h, rows, b.shape[1], kernel_w * channels)
+    products = worker.buffers.take("products", a, kernel_h, rows, b.shape[1], kernel_w * channels)
     for i, product in enumerate(products):
         first = i * spread_h
         shifted = lines[:, first : first + step_h * (outputs_h - 1) + 1 : step_h]
@@ -394,7 +387,7 @@ def _line_rows(
     if kernel_h > 1:
         # Kernel lines side by side first: one transposition of (k², channels) then is far faster
         # than a copy that gathers from all of them.
-        joined = worker.buffer("joined", a, rows, b.shape[1], kernel_h * kernel_w * channels)
+        joined = worker.buffers.take("joined", a, rows, b.shape[1], kernel_h * kernel_w * channels)
         torch.cat(tuple(products), dim=2, out=joined)
     return joined.unflatten(2, (kernel_h, kernel_w, channels)).permute(0, 1, 4, 2, 3)
 

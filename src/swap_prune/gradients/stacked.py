@@ -27,7 +27,7 @@ class StackedGradients(GradientOperator):
         """Copy the columns `support` (s,) into one matrix."""
         matrix = torch.empty(self.shape[0], len(support)) if out is None else out
         for block, scale, part in self._parts(matrix):
-            block.columns(support, part).rows().mul_(scale[:, None])
+            torch.mul(block.columns(support, part).rows(), scale[:, None], out=part)
         return DenseGradients(matrix)
 
     def gram(self) -> Tensor:

@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from swap_prune.gradients import GradientOperator
 
-# Columns whose blocks are solved at once: enough to keep the library busy, few enough for memory.
-COLUMNS_AT_ONCE = 25_600
+# Entries of G whose blocks are solved at once: enough to keep the library busy, few enough for the
+# allocator to hand out the same memory again (up to 32 MiB it does).
+NUMBERS_AT_ONCE = 6_400_000
 
 
 def neighbours(w_bar: Tensor, layers: Sequence[slice], size: int) -> Iterator[Tensor]:
@@ -61,7 +62,8 @@ def compensated(
     stays[support] = True
     solutions = torch.where(stays, w_bar, 0.0).repeat(len(dampings), 1)
     size = min(size, max(layer.stop - layer.start for layer in layers))
-    for part in neighbours(w_bar, layers, size * max(1, COLUMNS_AT_ONCE // size)):
+    at_once = max(1, NUMBERS_AT_ONCE // (gradients.shape[0] * size))
+    for part in neighbours(w_bar, layers, size * at_once):
         kept = stays[part]
         if bool(kept.all()) or not bool(kept.any()):
             continue
@@ -81,27 +83,29 @@ def _steps(
     All blocks have one size, so that one call solves them: the last one is filled up with zeros.
     """
     n, count = rows.shape
-    filled = (0, -count % size)
-    blocks = functional.pad(rows, filled).unflatten(1, (-1, size)).transpose(0, 1)
-    kept = functional.pad(kept, filled).view(-1, size)
-    lost = functional.pad(w, filled).view(-1, size).masked_fill(kept, 0.0)
-    # Both n times what it is in the equations.
-    right = torch.bmm(blocks, lost[:, :, None])
-    inside = blocks.masked_fill(~kept[:, None, :], 0.0)
+    empty = -count % size
+    if empty:
+        rows, w, kept = (functional.pad(tensor, (0, empty)) for tensor in (rows, w, kept))
+    blocks = rows.unflatten(1, (-1, size)).transpose(0, 1)
+    kept = kept.view(-1, size, 1)
+    lost = w.view(-1, size, 1).masked_fill(kept, 0.0)
+    # Systems and right-hand sides are n times what they are in the equations.
     few = n < size
     if few:  # through the n × n system, as for all weights together (Woodbury)
-        systems = torch.bmm(inside, inside.transpose(1, 2)).double()
+        inside = blocks.masked_fill(~kept.mT, 0.0)
+        systems, right = torch.bmm(inside, inside.mT).double(), torch.bmm(blocks, lost).double()
     else:
-        systems = torch.bmm(inside.transpose(1, 2), inside).double()
-        right = torch.bmm(inside.transpose(1, 2), right)
+        curvature = torch.bmm(blocks.mT, blocks).double()
+        right = torch.bmm(curvature, lost.double()).masked_fill_(~kept, 0.0)
+        systems = curvature.masked_fill_(~(kept & kept.mT), 0.0)
     diagonal = systems.diagonal(dim1=1, dim2=2)
     before = diagonal.clone()
     for damping in dampings:
         diagonal.copy_(before + n * damping)
         factors, failed = torch.linalg.cholesky_ex(systems)
-        steps = torch.cholesky_solve(right.double(), factors)
+        steps = torch.cholesky_solve(right, factors)
         # Where rounding has left no minimum, a block's weights stay as they are.
         steps = steps.masked_fill(failed[:, None, None] != 0, 0.0).to(w.dtype)
         if few:
-            steps = torch.bmm(inside.transpose(1, 2), steps)
+            steps = torch.bmm(inside.mT, steps)
         yield steps.flatten()[:count]

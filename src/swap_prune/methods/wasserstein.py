@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swap_prune import metric, transport
 from swap_prune.evaluation import beyond_chance
-from swap_prune.gradients import DenseGradients
+from swap_prune.gradients import Buffers, DenseGradients
 from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.methods.blocks import compensated
 from swap_prune.methods.cloud import Cloud, RowMemory
@@ -94,6 +94,8 @@ class WassersteinRegression(Method):
         self._first_step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
         self._step_damping = self._first_step_damping
         self._memory = RowMemory(self.memory, self.discount)
+        # For one copy of G's columns, the regression's of the moment.
+        self._buffers = Buffers()
         self._metric = None if self.metric == "auto" else self.metric
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -180,7 +182,7 @@ class WassersteinRegression(Method):
 
     def _on_support(self, stage: Stage, cloud: Cloud, y: Tensor) -> SupportRidge:
         """The regression on the weights that stay."""
-        regression = partial(SupportRidge, cloud.gradients, stage.w_bar)
+        regression = partial(SupportRidge, cloud.gradients, stage.w_bar, buffers=self._buffers)
         if self.selection == "iht":
             alpha = 1.0 if self.first_order == "auto" else self.first_order
             targets = (y - alpha / stage.samples_per_row * cloud.ones).to(stage.w_bar.dtype)
@@ -196,7 +198,6 @@ class WassersteinRegression(Method):
         damping = SELECTION_DAMPING * everything.mean_curvature()
         support = stage.budget.select(everything.saliency(y, damping or FIRST_DAMPING))
         gram = everything.gram_of(support)
-        del everything  # its columns: no more than one copy of G's at a time
         return regression(support, gram)
 
     def _by_blocks(
