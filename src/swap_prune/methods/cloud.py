@@ -30,9 +30,10 @@ from swap_prune.regression import SupportRidge
 EQUAL_BELOW = 0.2
 # Most of the mass that what is remembered may have; the fresh rows have the rest.
 MOST_SHARE = 0.9
-# At most about so many rows tell how far fresh rows spread: the figure need not be exact, and
-# columns of all of them are slow to copy.
+# At most about so many rows tell how far fresh rows spread: the figure need not be exact.
 SPREAD_ROWS = 200
+# Columns of theirs handled at once: few enough to stay in the processor's cache.
+COLUMN_BLOCK = 2**12
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,16 @@ class RowMemory:
     def _share(self, gradients: GradientOperator, masses: Tensor) -> float:
         """The mass of what is remembered beside fresh rows (n, p) of these masses (n,)."""
         assert self.rows is not None
-        fresh = (gradients.T @ masses.to(self.rows.dtype))[self.support].double()
-        remembered = (self.rows.T @ self.ones.to(self.rows.dtype)).double()
+        fresh = gradients.T @ masses.to(self.rows.dtype)
+        remembered = self.rows.T @ self.ones.to(self.rows.dtype)
         weights = masses.square()
         every = math.ceil(len(masses) / SPREAD_ROWS)
-        some = gradients.rows()[::every].index_select(1, self.support).sub_(fresh.float())
-        squares = torch.linalg.vector_norm(some, dim=1).double().square()
+        inside = torch.zeros_like(fresh)
+        inside[self.support] = 1.0
+        squares = _squared_distances(gradients.rows()[::every], fresh, inside)
         spread = len(masses) * float((weights[::every] * squares).mean())
         freedom = 1 - float(weights.sum())
-        distance = float((fresh - remembered).square().sum())
+        distance = float((fresh[self.support] - remembered).double().square().sum())
         # One row, or equal ones: nothing says that they are noisy. Or a run that diverges.
         if min(spread, freedom) <= 0 or not math.isfinite(spread + distance):
             return 0.0
@@ -155,6 +157,15 @@ class RowMemory:
         if tensors:
             self.rows, self.support = tensors["rows"], tensors["support"]
             self.ones = tensors["ones"]
+
+
+def _squared_distances(rows: Tensor, centre: Tensor, inside: Tensor) -> Tensor:
+    """`‖g - centre‖²` (n,) in float64 of each row of (n, p), where `inside` (p,) is 1 and not 0."""
+    squares = torch.zeros(len(rows), dtype=torch.float64)
+    for start in range(0, len(centre), COLUMN_BLOCK):
+        part = slice(start, start + COLUMN_BLOCK)
+        squares += (rows[:, part] - centre[part]).mul_(inside[part]).square_().sum(1)
+    return squares
 
 
 def _discounted(norms: Tensor, discount: float) -> Tensor:
