@@ -289,6 +289,21 @@ def test_a_foreign_table_is_left_alone(runs, weights, tmp_path):
 # --- the table ----------------------------------------------------------------------------------
 
 
+def test_a_column_says_how_long_its_cells_were_trained_not_what_the_recipe_asks_now():
+    record = {
+        "network": "resnet20", "noise_fraction": 0.0, "seed": 0, "top1": 91.0,
+        "top1_dense": 91.43, "method": "ewr-trained",
+    }  # fmt: skip
+    records = [
+        record | {"sparsity": 0.7, "epochs": 3},
+        record | {"sparsity": 0.8, "epochs": 15},
+        record | {"sparsity": 0.9, "epochs": None, "top1": None},
+    ]
+    assert "| sparsity | ewr-trained, 3 or 15 epochs (EWR) |" in table1._network_table(
+        "resnet20", records
+    )
+
+
 def test_markdown_has_means_intervals_and_published_figures(runs, weights, tmp_path, capsys):
     out = tmp_path / "out"
     methods = ["magnitude", "ewr", "ewr-authors"]

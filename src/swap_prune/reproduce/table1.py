@@ -291,7 +291,7 @@ def _network_table(network: str, records: Sequence[Mapping[str, Any]]) -> str:
     methods = [method for method in METHODS if method in used]
     dense = next((r["top1_dense"] for r in records if r["top1_dense"] is not None), None)
     shown = "" if dense is None else f", dense top-1 {dense:.2f}"
-    headings = ["sparsity", *(_heading(network, method) for method in methods)]
+    headings = ["sparsity", *(_heading(network, method, records) for method in methods)]
     lines = []
     for row in sorted({(record["sparsity"], record["noise_fraction"]) for record in records}):
         those = [r for r in records if (r["sparsity"], r["noise_fraction"]) == row]
@@ -306,10 +306,12 @@ def _row(sparsity: float, noise_fraction: float) -> str:
     return f"{sparsity:g}" + (f", {noise_fraction:.0%} noisy" if noise_fraction else "")
 
 
-def _heading(network: str, method: str) -> str:
-    """The method, how long it trains, and the published column beside it."""
-    epochs = common.epochs_trained(read_recipe(network, method).settings)
-    trained = f", {epochs} epochs" if epochs else ""
+def _heading(network: str, method: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """The method, how long it trained, or would, and the published column beside it."""
+    # Of the cells, which may be of an earlier recipe.
+    trained_for = {r["epochs"] for r in records if r["method"] == method} - {None}
+    epochs = trained_for or {common.epochs_trained(read_recipe(network, method).settings)}
+    trained = f", {' or '.join(map(str, sorted(epochs)))} epochs" if any(epochs) else ""
     return f"{method}{trained}" + (f" ({METHODS[method]})" if NETWORKS[network] else "")
 
 
