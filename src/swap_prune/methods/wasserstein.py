@@ -152,12 +152,12 @@ class WassersteinRegression(Method):
         ridge = self._on_support(stage, cloud, y)
         # Without a cut x = y already: there is nothing to make good, nor to transport.
         cut = len(ridge.support) < int((stage.w_bar != 0).sum())
-        settings: dict[str, Any] = {}
-        if self.block_size and cut:
-            ridge, settings["block_damping"] = self._by_blocks(stage, cloud, y, ridge)
-        trial = _Trial(ridge, stage.held_out_losses)
-        settings["damping"] = self._damping
+        settings: dict[str, Any] = {"damping": self._damping}
         solution = Candidate(ridge.dual(y, self._damping), settings)
+        if self.block_size and cut:
+            ridge, solution = self._by_blocks(stage, cloud, y, ridge, solution)
+            settings = solution.settings
+        trial = _Trial(ridge, stage.held_out_losses)
         if self.damping == "auto" and cut:
             solution = trial.line(
                 self._damping,
@@ -201,9 +201,9 @@ class WassersteinRegression(Method):
         return regression(support, gram)
 
     def _by_blocks(
-        self, stage: Stage, cloud: Cloud, y: Tensor, ridge: SupportRidge
-    ) -> tuple[SupportRidge, float | None]:
-        """The regression around what blocks make good, and their damping, where that is better."""
+        self, stage: Stage, cloud: Cloud, y: Tensor, ridge: SupportRidge, solution: Candidate
+    ) -> tuple[SupportRidge, Candidate]:
+        """The regression around what blocks make good where that is better, and its solution."""
         curvature = ridge.mean_curvature()
         centres = compensated(
             cloud.gradients,
@@ -213,16 +213,16 @@ class WassersteinRegression(Method):
             self.block_size,
             [damping * curvature for damping in BLOCK_DAMPINGS],
         )
-
-        def loss(around: SupportRidge) -> float:
-            solution = Candidate(around.dual(y, self._damping), {})
-            return _Trial(around, stage.held_out_losses).loss(solution)
-
-        best = _lowest([loss(ridge), *(loss(ridge.around(centre)) for centre in centres)])
-        if best == 0:
-            return ridge, None
+        tried = [(ridge, replace(solution, settings=solution.settings | {"block_damping": None}))]
+        for centre, damping in zip(centres, BLOCK_DAMPINGS, strict=True):
+            around = ridge.around(centre)
+            settings = solution.settings | {"block_damping": damping}
+            tried.append((around, Candidate(around.dual(y, self._damping), settings)))
+        losses = [_Trial(around, stage.held_out_losses).loss(found) for around, found in tried]
+        best, found = tried[_lowest(losses)]
         # A copy: the centres that were not chosen need not stay in memory.
-        return ridge.around(centres[best - 1].clone()), BLOCK_DAMPINGS[best - 1]
+        best.w_bar = best.w_bar.clone()
+        return best, found
 
     def _transport(self, problem: _Problem, trial: _Trial) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""
