@@ -1,0 +1,26 @@
+"""The README's tables are those of the results."""
+
+from pathlib import Path
+
+from benchmarks import readme
+
+README = Path(readme.ROOT) / "README.md"
+
+
+def test_no_figure_of_the_readmes_tables_is_older_than_the_results():
+    text = README.read_text()
+    assert readme.filled(text) == text, "run: python -m benchmarks.readme"
+
+
+def test_every_table_is_in_the_readme():
+    text = README.read_text()
+    assert all(f"<!-- table: {name} -->" in text for name in readme.TABLES)
+
+
+def test_a_table_replaces_what_stood_there():
+    before = "a\n<!-- table: chita -->\n| old |\n<!-- end -->\nb"
+    after = readme.filled(before)
+    assert "old" not in after
+    assert after.startswith("a\n")
+    assert after.endswith("<!-- end -->\nb")
+    assert readme.chita() in after
