@@ -263,3 +263,16 @@ def test_a_model_and_data_that_do_not_fit(tmp_path, capsys):
     error = capsys.readouterr().err.strip().split("\n")[-1]
     assert "the model can't be called on a sample of the data" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("swap-prune ")
+
+
+def test_a_schedule_that_is_none(capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", "--schedule", "0.5,x"])
+    assert "'0.5,x' must be cubic, linear, or sparsities as 0.5,0.8,0.9" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_factory_may_return_a_pair_or_splits(tmp_path, monkeypatch):
     pair = data.load("user_sets:pair")
     assert (len(pair.train), len(pair.test), pair.name) == (5, 4, "user_sets:pair")
     assert data.load("user_sets:splits").name == "mine"
-    with pytest.raises(InputError, match=r"type tuple; a pair \(train, test\)"):
+    with pytest.raises(InputError, match=r"returned tuple of int, int; a pair \(train, test\)"):
         data.load("user_sets:wrong")
 
 

@@ -209,3 +209,11 @@ def test_masks_are_applied_once():
     apply_masks(model, masks)
     with pytest.raises(InputError, match="already has masks"):
         apply_masks(model, masks)
+
+
+def test_what_is_no_model_or_no_masks_is_refused():
+    for call in (lambda: apply_masks(None, {}), lambda: make_permanent(None)):
+        with pytest.raises(InputError, match="model is of type NoneType"):
+            call()
+    with pytest.raises(InputError, match="masks is of type list"):
+        apply_masks(nn.Linear(2, 2), [1])

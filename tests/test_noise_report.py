@@ -276,7 +276,7 @@ def test_each_rule(changes, expected, said):
     assert chosen["samples"] * chosen["samples_per_row"] + chosen["held_out"] <= available
 
 
-@pytest.mark.parametrize(("page", "fits"), [(2000, 350), (1000, 62)])
+@pytest.mark.parametrize(("page", "fits"), [(2000, 150), (1000, 31)])
 def test_rows_that_memory_can_not_hold_are_not_recommended(monkeypatch, page, fits):
     report = report_on(rows(), available=100_000)
     monkeypatch.setattr("os.sysconf", lambda name: page)

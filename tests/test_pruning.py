@@ -1,17 +1,22 @@
+import threading
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune as torch_prune
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
-from swap_prune import DivergedError, InputError, evaluate, prune
+from swap_prune import DivergedError, InputError, apply_masks, evaluate, prune
 from swap_prune.gradients import DenseGradients
 from swap_prune.schedule import sparsities
 from swap_prune.settings import METHODS
@@ -447,3 +452,148 @@ def test_products_beyond_float32_are_divergence(monkeypatch):
     )
     with pytest.raises(DivergedError, match="stage 1 of 3 can't be done: products"):
         prune(trained(), samples(), sparsity=0.5, method="lr", **QUICK)
+
+
+# --- what users bring ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_loss_that_is_no_mean_is_refused(reduction):
+    loss = nn.CrossEntropyLoss(reduction=reduction)
+    said = "must be a scalar tensor" if reduction == "none" else "for two copies of it"
+    for call in (lambda: prune(network(), samples(), sparsity=0.5, loss=loss),
+                 lambda: evaluate(network(), samples(), loss)):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            call()
+
+
+def test_a_seed_fixes_what_a_sampler_draws():
+    def pruned():
+        sampler = WeightedRandomSampler(torch.ones(80).tolist(), 60)
+        loader = DataLoader(TensorDataset(*samples()), sampler=sampler)
+        return weights_of(prune(trained(), loader, sparsity=0.5, method="lr", stages=2).model)
+
+    assert torch.equal(pruned(), pruned())
+
+
+def test_layers_alike_are_exact_where_shares_grow_as_weights_are_cut():
+    model = nn.ModuleList(nn.Linear(size, 1, bias=False) for size in (4, 23, 23, 53))
+    model.forward = lambda x: torch.stack(
+        [layer(part)[:, 0] for layer, part in zip(model, x.split((4, 23, 23, 53), 1), strict=True)],
+        1,
+    )
+    data = torch.randn(40, 103), torch.randint(4, (40,))
+    steps = [1 - 66 / 103, 1 - 64 / 103]
+    for method in ("magnitude", "lr"):
+        result = prune(
+            model, data, sparsity=steps[-1], schedule=steps, method=method, per_layer=True
+        )
+        assert result.nonzeros == 64
+
+
+def test_numbers_of_numpy_are_numbers():
+    result = prune(
+        network(), samples(), sparsity=np.float64(0.8), stages=np.int64(2), method="magnitude",
+        schedule=np.array([0.5, 0.8]),
+    )  # fmt: skip
+    assert result.settings["stages"] == 2
+    assert result.settings["schedule"] == (0.5, 0.8)
+
+
+def test_weights_of_float64_that_stay_are_not_rounded():
+    model = network().double()
+    data = samples()[0].double(), samples()[1]
+    pruned = prune(model, data, sparsity=0.5, method="magnitude").model
+    for before, after in zip(model.parameters(), pruned.parameters(), strict=True):
+        assert torch.equal(after[after != 0], before[after != 0])
+
+
+def test_wrong_labels_are_drawn_from_the_classes_of_the_model(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "swap_prune.noise._check_labels", lambda labels, classes: seen.append(classes) or classes
+    )
+    x, y = samples()
+    prune(network(), (x, y % 2), sparsity=0.5, noise={"kind": "labels", "fraction": 0.25}, **QUICK)
+    assert set(seen) == {3}
+
+
+def masked():
+    model = network()
+    apply_masks(model, {"0.weight": torch.ones(12, 6, dtype=torch.bool)})
+    return model
+
+
+def pruned_by_torch():
+    model = network()
+    torch_prune.l1_unstructured(model[0], "weight", 0.5)
+    return model
+
+
+def with_a_lock():
+    model = network()
+    model.lock = threading.Lock()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (masked, "call swap_prune.make_permanent"),
+        (pruned_by_torch, "torch.nn.utils.prune.remove"),
+        (with_a_lock, "can't be copied"),
+        (lambda: None, "model is of type NoneType"),
+    ],
+)
+def test_models_that_can_not_be_pruned_as_they_are(make, said):
+    with pytest.raises(InputError, match=said):
+        prune(make(), samples(), sparsity=0.5, **QUICK)
+
+
+class Ragged(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.zeros(6 + index % 2), 0
+
+
+class Broken(Ragged):
+    def __getitem__(self, index):
+        raise OSError("no such file")
+
+
+class RaggedStream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(6 + i % 2), 0) for i in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Ragged(), r"can't be read \(RuntimeError: .*; every item must be a pair"),
+        (Broken(), r"can't be read \(OSError: no such file\)"),
+        (RaggedStream(), "can't be read"),
+        (DataLoader(TensorDataset(*samples()), batch_size=None), "can't be read"),
+    ],
+)
+def test_data_that_can_not_be_read(data, said):
+    with pytest.raises(InputError, match=f"^calibration {said}"):
+        prune(network(), data, sparsity=0.5)
+    with pytest.raises(InputError, match=f"^data {said}"):
+        evaluate(network(), data)
+
+
+def test_test_data_is_looked_at_before_the_first_stage():
+    model = network()
+    with pytest.raises(InputError, match="test_data yields an item"):
+        prune(model, samples(), sparsity=0.5, test_data=Triples(), **QUICK)
+    with pytest.raises(InputError, match="can't be called on a sample"):
+        prune(
+            model, samples(), sparsity=0.5, test_data=(torch.zeros(5, 2), torch.zeros(5)), **QUICK
+        )
+
+
+class Triples(Ragged):
+    def __getitem__(self, index):
+        return torch.zeros(6), 0, 1

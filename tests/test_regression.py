@@ -2,7 +2,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swap_prune import transport
@@ -172,16 +172,34 @@ def test_alternation_never_raises_the_full_objective(seed, epsilon, mixture):
         assert after <= before * (1 + 1e-6) + 1e-9
 
 
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    cuts=st.lists(st.floats(0, 0.99), min_size=1, max_size=6),
+)
+@example(sizes=[4, 23, 23, 53], cuts=[1 - 66 / 103, 1 - 64 / 103])
+def test_no_layer_grows_from_stage_to_stage(sizes, cuts):
+    # Shares of 66 are (2, 15, 15, 34), of 64 (3, 14, 14, 33): the first layer has but two left.
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    layers = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    most = None
+    for cut in sorted(cuts):
+        k = max(1, round((1 - cut) * sum(sizes)))
+        counts = Budget.per_layer(layers, k, most).counts
+        assert sum(counts) == k
+        assert all(a <= b for a, b in zip(counts, most or sizes, strict=True))
+        most = counts
+
+
 def test_budgets_are_exact():
     scores = torch.tensor([5.0, 1.0, 4.0, 3.0, 2.0, 9.0])
     assert Budget.over_all(6, 2).select(scores).tolist() == [0, 5]
     layers = [slice(0, 4), slice(4, 6)]
     per_layer = Budget.per_layer(layers, 3)
-    assert (per_layer.k, per_layer.counts) == (3, (2, 1))
+    assert per_layer.counts == (2, 1)
     assert per_layer.select(scores).tolist() == [0, 2, 5]
     for k in range(1, 7):
         budget = Budget.per_layer(layers, k)
-        assert budget.k == k
+        assert sum(budget.counts) == k
         assert min(budget.counts) >= (1 if k > 1 else 0)
     tiny = Budget.per_layer([slice(0, 100), slice(100, 106)], 5)
     assert tiny.counts == (4, 1)

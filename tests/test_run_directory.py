@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -205,9 +206,50 @@ def test_other_data_or_another_loss_is_refused(tmp_path):
     model = models.pretrained("digits")
     prune(model, (inputs, labels), directory=tmp_path, **few)
     with pytest.raises(InputError, match="targets_sha256"):
-        prune(model, (inputs.flip(0), labels.flip(0)), directory=tmp_path, **few)
+        prune(model, (inputs, labels.flip(0)), directory=tmp_path, **few)
+    with pytest.raises(InputError, match="inputs_sha256"):
+        prune(model, (3 * inputs, labels), directory=tmp_path, **few)
     with pytest.raises(InputError, match="loss is 'cross_entropy' there and 'mine' here"):
         prune(model, (inputs, labels), loss=mine, directory=tmp_path, **few)
+
+
+def test_another_loss_of_the_same_name_is_refused(tmp_path):
+    inputs, labels = data.load("digits").train[:]
+    few = {**SETTINGS, "fine_tuning": None, "stages": 2, "method": "magnitude"}
+    model = models.pretrained("digits")
+    task = {"directory": tmp_path, **few}
+    prune(model, (inputs, labels), loss=lambda o, t: mine(o, t), **task)
+    prune(model, (inputs, labels), loss=lambda o, t: mine(o, t), **task)
+    with pytest.raises(InputError, match="value_of_loss is"):
+        prune(model, (inputs, labels), loss=lambda o, t: 2 * mine(o, t), **task)
+
+
+class Jittered(Dataset):
+    """Inputs that torch's seed does not fix."""
+
+    def __init__(self):
+        self.inputs, self.labels = data.load("digits").train[:]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index] + 1e-3 * random.random(), int(self.labels[index])
+
+
+def test_random_inputs_do_not_keep_a_run_from_being_continued(tmp_path):
+    few = {**SETTINGS, "fine_tuning": None, "stages": 2, "method": "magnitude"}
+    for _ in range(2):
+        prune(models.pretrained("digits"), Jittered(), directory=tmp_path, **few)
+    assert json.loads((tmp_path / "configuration.json").read_text())["inputs_sha256"] is None
+
+
+def test_a_model_that_was_there_before_is_not_overwritten(tmp_path):
+    (tmp_path / "model.safetensors").write_text("the user's")
+    with pytest.raises(InputError, match=r"already has a run \(model.safetensors\)"):
+        run(tmp_path, fine_tuning=None, stages=2)
+    assert (tmp_path / "model.safetensors").read_text() == "the user's"
+    assert not (tmp_path / "configuration.json").exists()
 
 
 def mine(output, labels):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,15 +36,33 @@ class Samples:
     """
 
     def __init__(self, source: Any, name: str = "calibration") -> None:
-        try:
-            self.size, self.read = _reader(source)
-        except InputError as error:
-            raise InputError(str(error).replace("calibration", name, 1)) from error
+        self.name = name
+        with self._telling():
+            self.size, self._read = _reader(source)
         if self.size == 0:
             raise InputError(f"{name} holds no sample; give at least one")
 
     def __len__(self) -> int:
         return self.size
+
+    def read(self, indices: Tensor) -> Batch:
+        """The samples at indices (b,)."""
+        with self._telling():
+            return self._read(indices)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell in one sentence what is wrong with the data, under the user's name for it."""
+        try:
+            yield
+        except InputError as error:
+            raise InputError(str(error).replace("calibration", self.name, 1)) from error
+        except Exception as error:  # the data are the user's: anything may come out of them
+            reason = str(error).strip().split("\n")[0]
+            raise InputError(
+                f"{self.name} can't be read ({type(error).__name__}: {reason}); every item must be "
+                "a pair (input, target) of tensors or numbers, and all items of one shape"
+            ) from error
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -158,7 +177,10 @@ def _dataset_reader(
 
 
 def _loader_indices(loader: DataLoader[Any]) -> Sequence[int]:
-    """The samples a loader may yield: all of them, unless it has a sampler of the user's own."""
+    """The samples a loader may yield: all of them, unless it has a sampler of the user's own.
+
+    How often a sampler yields a sample is not kept: a stage draws each once.
+    """
     if type(loader.batch_sampler) is BatchSampler and isinstance(
         loader.sampler, (SequentialSampler, RandomSampler)
     ):

@@ -10,6 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from swap_prune.errors import InputError
+
+
+def check_module(model: Any) -> None:
+    """Raise unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
+
 
 def call(model: nn.Module, x: Any) -> Any:
     """`model(x)`, with tuples and dicts of inputs spread over the arguments."""

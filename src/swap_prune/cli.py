@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
     """The commands and their options; those of `prune` are named as in Python."""
     top = argparse.ArgumentParser(
         prog="swap-prune", description="Prune trained PyTorch models, with or without training."
+    )
+    top.add_argument(
+        "--version", action="version", version=f"swap-prune {metadata.version('swap-prune')}"
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_prune(commands.add_parser("prune", help="prune a model and write it to a directory"))
@@ -205,7 +209,12 @@ def _count_or_auto(text: str) -> int | str:
 
 
 def _schedule(text: str) -> str | tuple[float, ...]:
-    return tuple(float(part) for part in text.split(",")) if "." in text else text
+    try:
+        return tuple(float(part) for part in text.split(",")) if "." in text else text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be cubic, linear, or sparsities as 0.5,0.8,0.9"
+        ) from error
 
 
 # --- resume, run ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calibration import Batch, Samples, to_device
-from swap_prune.calling import call, evaluation_mode, fastest_format, formatted
+from swap_prune.calling import call, check_module, evaluation_mode, fastest_format, formatted
 from swap_prune.errors import InputError
 from swap_prune.gradients.rows import Loss
 
@@ -54,7 +54,8 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
         data: a Dataset or DataLoader of pairs (input, target), or a pair of tensors.
         loss: `loss(output, targets)`, a mean over the batch; default: cross-entropy.
     """
-    samples = data if isinstance(data, Samples) else Samples(data)
+    check_module(model)
+    samples = data if isinstance(data, Samples) else Samples(data, "data")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total, hits = 0.0, torch.zeros(2)
     classifier = True
@@ -152,12 +153,14 @@ def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
 def check_task(model: nn.Module, batch: Batch, loss: Loss | None) -> None:
     """Raise unless the model takes the inputs, and the loss its output and the targets.
 
-    Model and loss are tried on one sample; with the default loss, every label is looked at.
+    Model and loss are tried on one sample, a loss of the user's own on two copies of it too; with
+    the default loss, every label is looked at.
     """
     one_input, one_target = tree_map(lambda leaf: leaf[:1], batch)
     with torch.no_grad(), evaluation_mode(model):
         try:
             output = call(model, one_input)
+            of_two = None if loss is None else call(model, _twice(one_input))
         except Exception as error:  # the model is the user's: anything may come out of it
             raise InputError(
                 f"the model can't be called on a sample of the data: {_reason(error)}"
@@ -165,15 +168,33 @@ def check_task(model: nn.Module, batch: Batch, loss: Loss | None) -> None:
         if loss is None:
             _check_labels(output, batch[1])
             return
-        try:
-            value = loss(output, one_target)
-        except Exception as error:
-            raise InputError(
-                f"loss can't be computed from the model's output and a target: {_reason(error)}"
-            ) from error
+        value = _scalar_loss(loss, output, one_target)
+        again = _scalar_loss(loss, of_two, _twice(one_target))
+    # Rounding is far below this; a sum is twice the mean. What isn't finite is told elsewhere.
+    if abs(again - value) > 0.01 * abs(value) + 1e-6:
+        raise InputError(
+            f"loss returned {value:.4g} for a sample and {again:.4g} for two copies of it; "
+            "it must be the batch's mean"
+        )
+
+
+def _twice(tree: Any) -> Any:
+    """The samples of a tree of tensors, then the same again."""
+    return tree_map(lambda leaf: torch.cat([leaf, leaf]), tree)
+
+
+def _scalar_loss(loss: Loss, output: Any, targets: Any) -> float:
+    """The loss as a number, if it is one."""
+    try:
+        value = loss(output, targets)
+    except Exception as error:
+        raise InputError(
+            f"loss can't be computed from the model's output and a target: {_reason(error)}"
+        ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"loss returned {shape}; it must be a scalar tensor, the batch's mean")
+    return float(value)
 
 
 def _reason(error: Exception) -> str:
@@ -181,11 +202,19 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+def _kind(value: Any) -> str:
+    """What a user sees of a value: a tensor's shape and type."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    return f"of type {type(value).__name__}"
+
+
 def _check_labels(output: Any, targets: Any) -> None:
     if not is_classification(output, targets):
         raise InputError(
             "the default loss, cross-entropy, takes outputs (samples, classes) and integer labels "
-            "(samples,); pass loss= for another task"
+            f"(samples,), not outputs {_kind(output)} and targets {_kind(targets)}; pass loss= for "
+            "another task"
         )
     wrong = ((targets < 0) | (targets >= output.shape[1])).nonzero().flatten()
     if len(wrong):

@@ -33,7 +33,8 @@ def call_factory(argument: str, reference: str) -> Any:
     except Exception as error:
         raise InputError(
             f"{argument} {reference!r} can't be imported ({type(error).__name__}: {error}); "
-            "'package.module:factory' is accepted"
+            "'package.module:factory' is accepted, of a module that is installed or in the current "
+            "directory"
         ) from error
     try:
         return function()

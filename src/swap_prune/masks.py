@@ -7,12 +7,13 @@ zero where it is pruned; what weight decay or momentum do to it there never reac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from swap_prune.calling import check_module
 from swap_prune.errors import InputError
 
 
@@ -35,7 +36,12 @@ class Mask(nn.Module):
         return torch.where(self.mask, weight, 0.0)
 
 
-def apply_masks(model: nn.Module, masks: dict[str, Tensor]) -> None:
+def is_masked(model: nn.Module) -> bool:
+    """Whether `apply_masks` has been called without `make_permanent`."""
+    return any(isinstance(module, Mask) for module in model.modules())
+
+
+def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     """Hold the pruned weights of `model` at zero, in training too, until `make_permanent`.
 
     The model's parameters stay the same objects, so an optimiser may be made before or after.
@@ -50,7 +56,12 @@ def apply_masks(model: nn.Module, masks: dict[str, Tensor]) -> None:
     Raises:
         InputError: a mask does not fit, or the model has masks already; the model is unchanged.
     """
-    if any(isinstance(module, Mask) for module in model.modules()):
+    check_module(model)
+    if not isinstance(masks, Mapping):
+        raise InputError(
+            f"masks is of type {type(masks).__name__}; give a dict from parameter names to tensors"
+        )
+    if is_masked(model):
         raise InputError("the model already has masks; call make_permanent before new ones")
     by_weight: dict[int, Mask] = {}
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -78,6 +89,7 @@ def apply_masks(model: nn.Module, masks: dict[str, Tensor]) -> None:
 
 def make_permanent(model: nn.Module) -> None:
     """Undo `apply_masks`, with pruned weights exactly zero and names, order and ties as before."""
+    check_module(model)
     places = list(_masked_places(model))
     for module, leaf, mask in places:
         weight = module.parametrizations[leaf].original  # type: ignore[index, union-attr]

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from swap_prune import contamination
 from swap_prune import settings as settings_of
-from swap_prune.calibration import Batch, CalibrationStream, Samples
+from swap_prune.calibration import Batch, CalibrationStream
+from swap_prune.calling import check_module
 from swap_prune.errors import InputError
 from swap_prune.evaluation import check_task, cross_entropy, outputs_of
 from swap_prune.gradients import DenseGradients, gradient_rows
 from swap_prune.gradients.rows import Loss
 from swap_prune.prunable import select_weights
-from swap_prune.pruning import check_memory, most_rows, own_copy
+from swap_prune.pruning import check_memory, most_rows, own_copy, read_seeded
 from swap_prune.run_directory import plain
 from swap_prune.settings import COPIES, HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
 
@@ -184,8 +185,7 @@ def noise_report(
     Raises:
         InputError: an argument can't be used.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
+    check_module(model)
     if samples_per_row is None:
         raise InputError("samples_per_row=None must be a whole number of at least 1")
     # Magnitude, with nothing held out: the checks of `prune` without those of its regressions.
@@ -200,7 +200,7 @@ def noise_report(
         seed=seed,
     )
     settings_of.check(given)
-    source = Samples(calibration)
+    source = read_seeded(calibration, seed)
     resolved = settings_of.resolve(given, len(source))
     assert resolved.samples is not None
     n = samples or min(DEFAULT_ROWS, resolved.samples)

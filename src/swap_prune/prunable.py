@@ -51,7 +51,10 @@ class PrunableWeights:
         """Copy the vector `w` (p,) into the weights of `model`, in place."""
         with torch.no_grad():
             for name, shape, part in self.slices():
-                model.get_parameter(name).copy_(w[part].view(shape))
+                weight, new = model.get_parameter(name), w[part].view(shape)
+                if weight.dtype == torch.float64:  # not rounded where it hasn't moved
+                    new = torch.where(weight.to(new.dtype) == new, weight, new.double())
+                weight.copy_(new)
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """View a vector (p,) as one tensor per weight, by name."""

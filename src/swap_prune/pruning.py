@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune as torch_prune
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
@@ -22,8 +23,8 @@ from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
 from swap_prune import training
-from swap_prune.calibration import Batch, CalibrationStream, Samples
-from swap_prune.calling import fastest_format, formatted
+from swap_prune.calibration import Batch, CalibrationStream, Samples, to_device
+from swap_prune.calling import check_module, fastest_format, formatted
 from swap_prune.errors import DivergedError, InputError, NotFiniteError
 from swap_prune.evaluation import (
     beyond_chance,
@@ -36,6 +37,7 @@ from swap_prune.evaluation import (
 )
 from swap_prune.gradients import GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
+from swap_prune.masks import is_masked
 from swap_prune.methods import (
     CombinatorialBrainSurgeon,
     Magnitude,
@@ -52,7 +54,7 @@ from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.regression import Budget
 from swap_prune.run_directory import RunDirectory, Step, fingerprint
 from swap_prune.schedule import sparsities
-from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings
+from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings, plain
 
 BASELINES: dict[str, type[Method]] = {
     "magnitude": Magnitude,
@@ -62,6 +64,8 @@ BASELINES: dict[str, type[Method]] = {
 }
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
+# Of a row: G's float32, and a copy of the columns of the weights that are left.
+BYTES_A_WEIGHT = 8
 # Seeds of the steps of runs with neighbouring seeds must not meet.
 SEED_STRIDE = 1_000_003
 
@@ -180,6 +184,7 @@ def prune(
         InputError: an argument can't be used; the model is unchanged then.
         DivergedError: an InputError too: losses, gradients or weights ceased to be finite.
     """
+    sparsity, settings = plain(sparsity), {name: plain(v) for name, v in settings.items()}
     unknown = settings.keys() - Settings.__dataclass_fields__.keys()
     if unknown:
         accepted = ", ".join(sorted(Settings.__dataclass_fields__))
@@ -195,8 +200,7 @@ def prune(
         noise=resolve_noise(noise),
         **settings,
     )
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
+    check_module(model)
     settings_of.check(given)
     if loss is not None:
         if given.contamination:
@@ -205,7 +209,7 @@ def prune(
                 "leave it out with a loss of your own"
             )
         given = replace(given, contamination=0.0)
-    samples = Samples(calibration)
+    samples = read_seeded(calibration, given.seed)
     resolved = settings_of.resolve(given, len(samples))
     assert resolved.stages is not None
     assert resolved.correcting is not None
@@ -232,6 +236,8 @@ def prune(
             run.train_on(Samples(training_data, "training_data"))
         if test_data is not None:
             run.test_data = Samples(test_data, "test_data")
+            first = run.test_data.read(torch.arange(1))
+            check_task(run.model, to_device(first, torch.device("cpu")), loss)
         run.rehearse()
         if isinstance(directory, (str, Path)):
             directory = RunDirectory(directory)
@@ -245,16 +251,36 @@ def prune(
 
 def own_copy(model: nn.Module) -> nn.Module:
     """A copy on the CPU, contiguous as a model read from a file is."""
+    if is_masked(model):
+        raise InputError("the model has masks; call swap_prune.make_permanent on it first")
+    if torch_prune.is_pruned(model):
+        raise InputError(
+            "the model has masks of torch.nn.utils.prune; make them permanent first with "
+            "torch.nn.utils.prune.remove"
+        )
     try:
         own = copy.deepcopy(model)
-    except RuntimeError as error:
+    except Exception as error:  # the model is the user's: anything may come out of it
         raise InputError(
-            f"the model can't be copied, perhaps because it keeps an activation: {error}"
+            f"the model can't be copied ({type(error).__name__}: {error}); it must not keep "
+            "activations, locks or open files"
         ) from error
     own.cpu()
     for tensor in (*own.parameters(), *own.buffers()):
         tensor.data = tensor.data.contiguous()
     return own
+
+
+def read_seeded(calibration: Any, seed: int) -> Samples:
+    """The calibration samples; a sampler of the user's own draws from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Samples(calibration)
+
+
+def _fingerprint(tree: Any) -> str:
+    """What tells tensors, in tuples and dicts or alone, from others."""
+    return fingerprint({str(i): torch.as_tensor(x) for i, x in enumerate(tree_leaves(tree))})
 
 
 def round_to_kept(p: int, sparsity: float) -> int:
@@ -320,19 +346,31 @@ class _Run:
 
     def _configuration(self) -> dict[str, Any]:
         """What a run has to share with another to be continued by it."""
-        first = torch.arange(min(FINGERPRINT_SAMPLES, len(self.stream.source)))
-        # Targets alone: random transforms of the inputs may differ from process to process.
-        targets = self.stream.source.read(first)[1]
-        tensors = {str(i): torch.as_tensor(leaf) for i, leaf in enumerate(tree_leaves(targets))}
+        inputs, targets = self._first_samples()
+        # Random transforms may differ from process to process, if torch's seed is not theirs.
+        fixed = _fingerprint(inputs) == _fingerprint(self._first_samples()[0])
         return {
             "settings": settings_of.describe(self.settings),
             "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
+            # To three digits, for the number of threads may be another.
+            "value_of_loss": f"{mean_loss(self.model, (inputs, targets), self.loss):.3g}"
+            if fixed
+            else None,
             "model_sha256": fingerprint(self.model.state_dict()),
-            "targets_sha256": fingerprint(tensors),
+            "inputs_sha256": _fingerprint(inputs) if fixed else None,
+            "targets_sha256": _fingerprint(targets),
             "calibration_samples": len(self.stream.source),
             "training_samples": len(self.training_indices),
             "test_samples": None if self.test_data is None else len(self.test_data),
         }
+
+    def _first_samples(self) -> Batch:
+        """The samples by which a run knows its data again."""
+        source = self.stream.source
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            first = torch.arange(min(FINGERPRINT_SAMPLES, len(source)))
+            return to_device(source.read(first), torch.device("cpu"))
 
     def rehearse(self) -> None:
         """Take one step of training on a copy: what can't be trained is to be known first."""
@@ -353,7 +391,7 @@ class _Run:
             # A step depends on nothing but what was saved before it.
             torch.manual_seed(self._seed(number))
             if number <= stages:
-                line = self._checked_stage(number, stages, sparsities[number - 1])
+                line = self._checked_stage(stages, sparsities[:number])
             else:
                 period = period or self._period(self.model, self.epochs_after, stages + 1, saved)
                 line = self._epoch(period, number - stages - 1)
@@ -431,11 +469,12 @@ class _Run:
     def _masks(self, w: Tensor) -> dict[str, Tensor]:
         return {name: part != 0 for name, part in self.weights.split(w).items()}
 
-    def _checked_stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
+    def _checked_stage(self, stages: int, sparsities: list[float]) -> dict[str, Any]:
         """A stage; what isn't finite after the first is most likely the work of those before."""
+        number = len(sparsities)
         where = f"stage {number} of {stages} can't be done"
         try:
-            return self._stage(number, stages, sparsity)
+            return self._stage(stages, sparsities)
         except NotFiniteError as error:
             if number == 1:
                 raise
@@ -445,9 +484,10 @@ class _Run:
                 f"{where}: products of gradients are beyond float32; a larger damping is needed"
             ) from error
 
-    def _stage(self, number: int, stages: int, sparsity: float) -> dict[str, Any]:
-        """Take gradients, prune to `sparsity`, write the weights; a line of the history."""
-        where = f"stage {number}/{stages}, sparsity {sparsity:.3f}"
+    def _stage(self, stages: int, sparsities: list[float]) -> dict[str, Any]:
+        """Take gradients, prune to the last of the sparsities so far; a line of the history."""
+        number = len(sparsities)
+        where = f"stage {number}/{stages}, sparsity {sparsities[-1]:.3f}"
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
         batch = gradients = None
@@ -459,8 +499,7 @@ class _Run:
             generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             if number == 1 and self.noises:
                 self._calibrate_noise(batch, indices, generator)
-            for noise in self.noises:
-                batch = noise.samples(batch, generator)
+            batch = self._noisy(batch, generator)
         self.held_out = self._hold_out(number)
         if number == 1:
             self._use_contamination(self._estimate_contamination())
@@ -483,7 +522,7 @@ class _Run:
         stage = Stage(
             gradients=gradients,
             w_bar=w_bar,
-            budget=self._budget(sparsity),
+            budget=self._budget(sparsities),
             samples_per_row=self.settings.samples_per_row or 1,
             remaining=stages - number,
             layers=tuple(part for _, _, part in self.weights.slices()),
@@ -579,7 +618,7 @@ class _Run:
             calibrated.append(
                 noise.calibrate(batch, lambda noisy: self._gradients(noisy, indices), generator)
             )
-            batch = calibrated[-1].samples(batch, generator)
+            batch = calibrated[-1].samples(batch, generator, self._classes(batch[0]))
         self.noises = tuple(calibrated)
 
     def _hold_out(self, number: int) -> Batch | None:
@@ -593,9 +632,21 @@ class _Run:
         batch = formatted(inputs, fastest_format(self.model, inputs)), targets
         generator = torch.Generator().manual_seed(self._seed(number))
         # Without rows there is nothing to calibrate noise by.
-        for noise in self.noises if self._draws() else ():
-            batch = noise.samples(batch, generator)
+        return self._noisy(batch, generator) if self._draws() else batch
+
+    def _noisy(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """The batch with the noise of samples."""
+        for noise in self.noises:
+            batch = noise.samples(batch, generator, self._classes(batch[0]))
         return batch
+
+    def _classes(self, inputs: Any) -> int | None:
+        """How many classes the model tells apart; None with a loss of the user's own."""
+        if self.given_loss is not None:
+            return None
+        one = tree_map(lambda leaf: leaf[:1], inputs)
+        ((_, output),) = outputs_of(self.model, one)
+        return int(output.shape[1])
 
     def _check_held_out(self) -> None:
         """Raise unless the model has a finite loss on the held-out samples."""
@@ -636,11 +687,19 @@ class _Run:
             numbers=indices,
         )
 
-    def _budget(self, sparsity: float) -> Budget:
-        k = max(1, round_to_kept(self.weights.size, sparsity))
-        if self.settings.per_layer:
-            return Budget.per_layer([part for _, _, part in self.weights.slices()], k)
-        return Budget.over_all(self.weights.size, k)
+    def _budget(self, sparsities: list[float]) -> Budget:
+        """What may stay after the last of the sparsities, those of all stages so far."""
+        layers, p = [part for _, _, part in self.weights.slices()], self.weights.size
+        budget = Budget.over_all(p, p)
+        most: Sequence[int] | None = None
+        for sparsity in sparsities:
+            k = max(1, round_to_kept(p, sparsity))
+            if self.settings.per_layer:
+                budget = Budget.per_layer(layers, k, most)
+                most = budget.counts
+            else:
+                budget = Budget.over_all(p, k)
+        return budget
 
     def _held_out_losses(self, w: Tensor) -> Tensor:
         assert self.held_out is not None
@@ -719,7 +778,7 @@ def affordable_memory(n: int, p: int) -> int:
 def check_memory(n: int, p: int, remembered: int = 0) -> None:
     """Raise before gradient matrices are asked for that the machine can't hold."""
     if n + remembered > most_rows(p):
-        needed = 4 * (n + remembered) * p
+        needed = BYTES_A_WEIGHT * (n + remembered) * p
         raise InputError(
             f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights need "
             f"{needed / 2**30:.0f} GiB, and this machine has {_memory() / 2**30:.0f}; give fewer "
@@ -729,7 +788,7 @@ def check_memory(n: int, p: int, remembered: int = 0) -> None:
 
 def most_rows(p: int) -> int:
     """How many rows of gradients for `p` weights the machine can hold."""
-    return _memory() // (4 * p)
+    return _memory() // (BYTES_A_WEIGHT * p)
 
 
 def _memory() -> int:

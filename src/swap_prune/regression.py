@@ -51,26 +51,30 @@ class Budget:
         return cls((slice(0, p),), (k,))
 
     @classmethod
-    def per_layer(cls, layers: Sequence[slice], k: int) -> Budget:
+    def per_layer(
+        cls, layers: Sequence[slice], k: int, most: Sequence[int] | None = None
+    ) -> Budget:
         """Keep `k` weights in all, the same fraction of every layer (largest remainders).
 
         Where k allows, every layer keeps one: a layer of none would cut the network in two.
+
+        Args:
+            layers: the slice of each.
+            k: how many weights stay, no more than `most` has.
+            most: the counts of the stage before: a smaller k may give a layer the larger share,
+                but what is cut does not come back.
         """
         sizes = [layer.stop - layer.start for layer in layers]
+        room = sizes if most is None else most
         exact = [k * size / sum(sizes) for size in sizes]
         least = 1 if k >= len(sizes) else 0
-        counts = [max(least, int(value)) for value in exact]
+        counts = [min(room[i], max(least, int(value))) for i, value in enumerate(exact)]
         while sum(counts) != k:
             step = 1 if sum(counts) < k else -1
+            able = [i for i, left in enumerate(room) if 0 <= counts[i] + step <= left]
             # The layer that is furthest from its share, on the side to be mended.
-            i = max(range(len(sizes)), key=lambda i: step * (exact[i] - counts[i]))
-            counts[i] += step
+            counts[max(able, key=lambda i: step * (exact[i] - counts[i]))] += step
         return cls(tuple(layers), tuple(counts))
-
-    @property
-    def k(self) -> int:
-        """The number of weights that may stay."""
-        return sum(self.counts)
 
     def select(self, scores: Tensor) -> Tensor:
         """The sorted indices (at most k) of the largest scores (p,) of each group.

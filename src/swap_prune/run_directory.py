@@ -39,6 +39,8 @@ RECIPE_FILE = "recipe.yaml"
 STAGES = "stages"
 LOCK_FILE = ".lock"
 SCRATCH_PREFIX = ".writing-"
+# What to do about a directory that is taken.
+INSTEAD = "give another directory, or --overwrite on the command line"
 # The tensors of a step, a file each.
 PARTS = ("model", "optimizer", "method")
 
@@ -98,22 +100,24 @@ class RunDirectory:
         out = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"out={out!r} is a file; give a directory")
-        present = [name for name in (RESULT_FILE, MODEL_FILE) if (self.path / name).exists()]
-        if present and not self.overwrite:
-            raise InputError(
-                f"out={out!r} already has a run ({', '.join(present)}); "
-                "give another directory, or overwrite"
-            )
+        self._check_no_end()
         if self.begun and not self.overwrite:
             how = "'swap-prune resume'" if self.recipe_path.exists() else "prune(directory=...)"
             raise InputError(
-                f"out={out!r} has an unfinished run; continue it with {how}, "
-                "give another directory, or overwrite"
+                f"out={out!r} has an unfinished run; continue it with {how}, {INSTEAD}"
             )
         existing = (self.path, *self.path.absolute().parents)
         parent = next(path for path in existing if path.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise InputError(f"out={out!r} can't be created or written to below {str(parent)!r}")
+
+    def _check_no_end(self) -> None:
+        """Raise if there is a file here that the end of a new run would replace."""
+        present = [name for name in (RESULT_FILE, MODEL_FILE) if (self.path / name).exists()]
+        if present and not self.overwrite:
+            raise InputError(
+                f"out={str(self.path)!r} already has a run ({', '.join(present)}); {INSTEAD}"
+            )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -151,6 +155,7 @@ class RunDirectory:
             self.clear()
         configuration = json.loads(_as_json(configuration))
         if not self.begun:
+            self._check_no_end()
             if self.recipe is not None:
                 self._write(self.recipe_path, self.recipe.encode())
             self._write(self.path / CONFIGURATION_FILE, _as_json(configuration).encode())
@@ -164,7 +169,7 @@ class RunDirectory:
             if there != here:
                 raise InputError(
                     f"out={str(self.path)!r} has a run of another configuration: {key} is "
-                    f"{there!r} there and {here!r} here; give another directory, or overwrite"
+                    f"{there!r} there and {here!r} here; {INSTEAD}"
                 )
 
     def configuration(self) -> dict[str, Any]:

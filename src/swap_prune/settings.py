@@ -6,6 +6,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from swap_prune.errors import InputError
 from swap_prune.methods import Auto
 from swap_prune.noise import Noise
@@ -23,9 +26,10 @@ HELD_OUT_FRACTION = 0.2
 # the least of the latter (docs/noise.md).
 ROWS_IN_ALL = 1000
 LEAST_MEMORY = 50
-# Most numbers in them: 2 GiB. While a stage is solved there are three of each.
+# Most numbers in them: 2 GiB. While a stage is solved there are three of each, so they count as two
+# of a stage's own rows, of which there is one copy.
 MEMORY_NUMBERS = 2**29
-COPIES = 3
+COPIES = 2
 # Weights of a block that make good for those cut among them (docs/choices.md).
 BLOCK_SIZE = 100
 
@@ -122,6 +126,11 @@ def check(settings: Settings) -> None:
     _check_number("discount", settings.discount, "a number in [0, 2]", lambda v: 0 <= v <= 2)
 
 
+def plain(value: Any) -> Any:
+    """NumPy's and torch's numbers and arrays as Python's."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray, Tensor)) else value
+
+
 def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not numeric or not accepts(value):
@@ -159,10 +168,10 @@ def resolve(given: Settings, available: int) -> Settings:
     chosen_by_loss["contamination"] = given.contamination or 0.0
     automatic = [name for name, value in chosen_by_loss.items() if value == "auto"]
     if held_out == 0 and automatic:
+        fewer = "fewer samples" if available > 1 else "more calibration samples"
         raise InputError(
             f"held_out is 0 of {available} calibration samples, but {automatic[0]}='auto' is "
-            "chosen on held-out samples; give fewer samples, or a number for "
-            f"{', '.join(automatic)}"
+            f"chosen on held-out samples; give {fewer}, or a number for {', '.join(automatic)}"
         )
     contamination = given.contamination
     if contamination is None:

@@ -1,4 +1,4 @@
-"""Couplings between two one-dimensional clouds, and the targets they give (design sections 1, 5).
+"""Couplings between two one-dimensional clouds, and the targets they give (docs/method.md).
 
 The paper's eq. (5) compares `x = G w` and `y = G w_bar` through
 
@@ -91,7 +91,7 @@ def couple(
         epsilon: Weight of the entropy, from 0 to infinity; the identity coupling has none.
         coupling: `"sinkhorn"` (exact at epsilon 0, independent at infinity), `"gaussian"` (closed
             form, Janati et al. 2020), `"gaussian-printed"` (the paper's Algorithm 3, whose
-            covariance is too large: design section 1) or `"identity"` (LR).
+            covariance is too large: docs/method.md) or `"identity"` (LR).
         mu: (n,) masses of `x`; uniform by default.
         nu: (m,) masses of `y`; uniform by default.
         relative: Whether epsilon is in units of the variance of `y` or, as in the paper, absolute.
@@ -402,7 +402,7 @@ def smoothing(
     relative: bool = True,
     tolerance: float = 1e-9,
 ) -> Tensor:
-    """Return `S = n P`, (n, n), for the entropic plan P of `y` to itself (design section 5).
+    """Return `S = n P`, (n, n), for the entropic plan P of `y` to itself (docs/method.md).
 
     The gradient as the paper prints it, `G^T S (x - y)`, is that of a regression on the averaged
     rows `S^1/2 G`. S is symmetric, positive semi-definite and doubly stochastic; at epsilon

@@ -68,11 +68,17 @@ def _from_factory(reference: str) -> Splits:
         return made
     if not (isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_indexable, made))):
         raise InputError(
-            f"data set {reference!r} returned an object of type {type(made).__name__}; a pair "
-            "(train, test) of data sets with a length, or a Splits, is expected"
+            f"data set {reference!r} returned {_kind(made)}; a pair (train, test) of data sets "
+            "with a length, or a Splits, is expected"
         )
     train, test = made
     return Splits(train, test, reference)
+
+
+def _kind(made: object) -> str:
+    if isinstance(made, tuple | list):
+        return f"{type(made).__name__} of {', '.join(type(part).__name__ for part in made)}"
+    return f"an object of type {type(made).__name__}"
 
 
 def _is_indexable(data_set: object) -> bool:

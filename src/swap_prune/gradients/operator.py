@@ -10,7 +10,7 @@ from swap_prune.errors import InputError
 
 
 class GradientOperator(ABC):
-    """`G`, whose row i is the gradient of the loss of the i-th calibration row (design, section 2).
+    """`G`, whose row i is the gradient of the loss of the i-th calibration row.
 
     The checks live here, so that a backend is only its product, its adjoint and its columns.
 

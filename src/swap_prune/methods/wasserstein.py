@@ -126,7 +126,7 @@ class WassersteinRegression(Method):
         return u * scale, chosen | {"metric": self._metric}
 
     def _rehearsed_loss(self, stage: Stage, share: float) -> float:
-        """The held-out loss after half of the weights are cut with this κ; G is left as it was.
+        """The held-out loss after half of the weights are cut with this κ; G is rounded anew.
 
         At the first stage, so there is no row remembered that would have to be rescaled.
         """
@@ -242,7 +242,7 @@ class WassersteinRegression(Method):
         return trial.best([best, *(solve(epsilon, mixture) for mixture in mixtures[1:])])
 
     def _solve_exact(self, problem: _Problem, epsilon: float, mixture: float) -> Candidate:
-        """Alternate transport and regression; neither raises the objective (design, section 1).
+        """Alternate transport and regression; neither raises the objective.
 
         Fresh rows are transported; remembered ones, no samples any more, stay coupled in pairs.
         """
