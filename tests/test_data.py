@@ -63,10 +63,11 @@ def test_digits_without_scikit_learn_names_the_extra(monkeypatch):
 def test_factory_may_return_a_pair_or_splits(tmp_path, monkeypatch):
     (tmp_path / "user_sets.py").write_text(
         "import torch\n"
-        "from torch.utils.data import TensorDataset\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
         "from swap_prune.data import Splits\n"
         "def make(n): return TensorDataset(torch.zeros(n, 2), torch.arange(n) % 3)\n"
         "def pair(): return make(5), make(4)\n"
+        "def loaders(): return DataLoader(make(5)), DataLoader(make(4))\n"
         "def splits(): return Splits(make(5), make(4), 'mine')\n"
         "def wrong(): return 1, 2\n"
     )
@@ -74,6 +75,7 @@ def test_factory_may_return_a_pair_or_splits(tmp_path, monkeypatch):
     pair = data.load("user_sets:pair")
     assert (len(pair.train), len(pair.test), pair.name) == (5, 4, "user_sets:pair")
     assert data.load("user_sets:splits").name == "mine"
+    assert len(data.load("user_sets:loaders").test) == 4
     with pytest.raises(InputError, match=r"returned tuple of int, int; a pair \(train, test\)"):
         data.load("user_sets:wrong")
 

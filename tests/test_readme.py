@@ -1,6 +1,9 @@
 """The README's tables are those of the results."""
 
+import re
 from pathlib import Path
+
+import pytest
 
 from benchmarks import readme
 
@@ -15,6 +18,14 @@ def test_no_figure_of_the_readmes_tables_is_older_than_the_results():
 def test_every_table_is_in_the_readme():
     text = README.read_text()
     assert all(f"<!-- table: {name} -->" in text for name in readme.TABLES)
+
+
+def test_the_first_example_runs(capsys):
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    names = {}
+    exec(code.replace("progress=True", "stages=3, samples=100"), names)
+    assert names["result"].sparsity == pytest.approx(0.9, abs=1e-3)
+    assert capsys.readouterr().out.count("top1=") == 2
 
 
 def test_a_table_replaces_what_stood_there():

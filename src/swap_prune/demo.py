@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from swap_prune import data, models
+from swap_prune.calibration import Samples
 from swap_prune.errors import InputError
 from swap_prune.evaluation import evaluate
 from swap_prune.noise import add_input_noise
@@ -35,7 +36,8 @@ def run_demo(out: Path, overwrite: bool) -> None:
         raise InputError("the demo draws with matplotlib: install swap-prune[demo]") from error
     matplotlib.use("Agg")
     model, splits = models.pretrained("digits"), data.load("digits")
-    inputs, targets = splits.train[:]
+    train = Samples(splits.train)
+    inputs, targets = train.read(torch.arange(len(train)))
     generator = torch.Generator().manual_seed(SEED)
     noisy = add_input_noise(inputs, NOISE_FRACTION, NOISE_DEVIATION, generator)
     calibration = {"clean": (inputs, targets), "noisy": (noisy, targets)}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from swap_prune.data import cifar10, digits, imagenet, mnist
 from swap_prune.data.fetch import cache_directory, fetch
@@ -26,8 +26,8 @@ class Splits:
         name: What the data set is called.
     """
 
-    train: Dataset[Any]
-    test: Dataset[Any]
+    train: Dataset[Any] | DataLoader[Any]
+    test: Dataset[Any] | DataLoader[Any]
     name: str
 
 
@@ -36,7 +36,7 @@ def load(name: str, directory: str | Path | None = None) -> Splits:
 
     Args:
         name: One of `BUILT_IN`, or ``package.module:factory``, a function without arguments that
-            returns a pair (train, test) of data sets, or a `Splits`.
+            returns a pair (train, test) of data sets or DataLoaders, or a `Splits`.
         directory: Where the files of ``mnist`` and ``cifar10`` (the cache unless given) or of
             ``imagenet`` are; the others take none.
 
@@ -66,10 +66,10 @@ def _from_factory(reference: str) -> Splits:
     made = call_factory("data set", reference)
     if isinstance(made, Splits):
         return made
-    if not (isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_indexable, made))):
+    if not (isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_data, made))):
         raise InputError(
             f"data set {reference!r} returned {_kind(made)}; a pair (train, test) of data sets "
-            "with a length, or a Splits, is expected"
+            "with a length or of DataLoaders, or a Splits, is expected"
         )
     train, test = made
     return Splits(train, test, reference)
@@ -81,5 +81,6 @@ def _kind(made: object) -> str:
     return f"an object of type {type(made).__name__}"
 
 
-def _is_indexable(data_set: object) -> bool:
-    return hasattr(data_set, "__getitem__") and hasattr(data_set, "__len__")
+def _is_data(given: object) -> bool:
+    indexable = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    return indexable or isinstance(given, DataLoader)
