@@ -67,11 +67,12 @@ def trained() -> str:
     for network in ("mlpnet", "resnet20"):
         for figure in table1.published_of(network):
             if figure.method == "EWR" and not figure.noise_fraction:
-                ours = (
+                ours = [
                     _scores(network, method, figure.sparsity, epochs=True)
                     for method in ("ewr-authors", "ewr-trained")
-                )
-                lines.append([network, f"{figure.sparsity:g}", f"{figure.top1:.2f}", *ours])
+                ]
+                if set(ours) != {MISSING}:
+                    lines.append([network, f"{figure.sparsity:g}", f"{figure.top1:.2f}", *ours])
     return common.rows(headings, lines)
 
 
