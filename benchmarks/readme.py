@@ -1,9 +1,9 @@
-"""Fill the README's tables of results from the JSON files beside this module.
+"""Fill the tables of README.md and docs/results.md from the JSON files, and draw the picture.
 
     python -m benchmarks.readme
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test asks that the README is
-what this makes of it, so that no figure in them is typed by hand.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test asks that both files are
+what this makes of them, so that no figure in their tables is typed by hand.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from swap_prune.reproduce import common, table1
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+FILLED = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PICTURE = ROOT / "docs" / "accuracy.png"
+# By their names in the recipes, and as people know them.
+UNTRAINED = {"magnitude": "magnitude", "wf": "WoodFisher", "cbs": "CBS", "lr": "LR", "ewr": "EWR"}
+NETWORKS = {"mlpnet": "MLPNet", "resnet20": "ResNet20"}
 # From Benbaki et al. 2023: their staged method without training, which table 1 hasn't.
 CHITA_PLUS_PLUS = {
     "mlpnet": {0.9: 95.55, 0.95: 94.70, 0.98: 90.73},
@@ -28,9 +33,10 @@ MISSING = "–"
 
 
 def main() -> None:
-    """Write the README anew."""
-    path = ROOT / "README.md"
-    path.write_text(filled(path.read_text()))
+    """Write both files and the picture anew."""
+    for path in FILLED:
+        path.write_text(filled(path.read_text()))
+    draw(PICTURE)
 
 
 def filled(text: str) -> str:
@@ -43,28 +49,58 @@ def filled(text: str) -> str:
     )
 
 
-def untrained(network: str) -> str:
-    """Our methods without training, and what was published of others."""
-    methods = ("magnitude", "wf", "cbs", "lr", "ewr")
-    headings = ["sparsity", "magnitude", "WoodFisher", "CBS", "LR", "EWR", "CHITA++, published"]
+def untrained() -> str:
+    """Both networks without training, what EWR adds to LR, and what was published of CHITA++."""
+    headings = ["", "sparsity", *UNTRAINED.values(), "EWR - LR", "CHITA++, published"]
     lines = []
-    for sparsity in table1.sparsities_of(network):
-        published = CHITA_PLUS_PLUS[network].get(sparsity)
-        lines.append(
-            [
-                f"{sparsity:g}",
-                *(_scores(network, method, sparsity) for method in methods),
-                MISSING if published is None else f"{published:.2f}",
-            ]
-        )
+    for network, name in NETWORKS.items():
+        for sparsity in table1.sparsities_of(network):
+            published = CHITA_PLUS_PLUS[network].get(sparsity)
+            lines.append(
+                [
+                    name,
+                    f"{sparsity:g}",
+                    *(_scores(network, method, sparsity) for method in UNTRAINED),
+                    _difference(network, sparsity),
+                    MISSING if published is None else f"{published:.2f}",
+                ]
+            )
     return common.rows(headings, lines)
+
+
+def draw(path: Path) -> None:
+    """Top-1 against sparsity without training, a panel for each network."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for axis, (network, name) in zip(axes, NETWORKS.items(), strict=True):
+        sparsities = table1.sparsities_of(network)
+        dense = next(c["top1_dense"] for c in _cells("table1.json") if c["network"] == network)
+        axis.axhline(dense, color="0.6", linestyle=":", label="dense")
+        for method, marker in zip(UNTRAINED, "ov^sD", strict=True):
+            found = {s: _of_seeds(network, method, s) for s in sparsities}
+            points = {s: statistics.mean(scores.values()) for s, scores in found.items() if scores}
+            left = [1 - s for s in points]
+            axis.plot(left, points.values(), marker=marker, label=UNTRAINED[method])
+        published = CHITA_PLUS_PLUS[network]
+        left = [1 - s for s in published]
+        axis.plot(left, published.values(), "kx", label="CHITA++, published", zorder=3)
+        axis.set(title=name, xlabel="weights that are zero, %", xscale="log")
+        axis.invert_xaxis()
+        axis.set_xticks([1 - s for s in sparsities], [f"{s:.0%}"[:-1] for s in sparsities])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("top-1 on test images, %")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def trained() -> str:
     """Both networks with training, beside the paper's EWR."""
     headings = ["", "sparsity", "the paper's EWR", "EWR, authors' training", "EWR, our training"]
     lines = []
-    for network in ("mlpnet", "resnet20"):
+    for network, name in NETWORKS.items():
         for figure in table1.published_of(network):
             if figure.method == "EWR" and not figure.noise_fraction:
                 ours = [
@@ -72,13 +108,13 @@ def trained() -> str:
                     for method in ("ewr-authors", "ewr-trained")
                 ]
                 if set(ours) != {MISSING}:
-                    lines.append([network, f"{figure.sparsity:g}", f"{figure.top1:.2f}", *ours])
+                    lines.append([name, f"{figure.sparsity:g}", f"{figure.top1:.2f}", *ours])
     return common.rows(headings, lines)
 
 
 def efficientnet() -> str:
     """EfficientNet-Lite0, nothing trained."""
-    methods = {"magnitude": "magnitude", "wf": "WoodFisher", "lr": "LR", "ewr": "EWR"}
+    methods = {name: UNTRAINED[name] for name in ("magnitude", "wf", "lr", "ewr")}
     run = {c["sparsity"] for c in _cells("table1.json") if c["network"] == "efficientnet-lite0"}
     lines = [
         [f"{sparsity:g}", *(_scores("efficientnet-lite0", m, sparsity) for m in methods)]
@@ -114,8 +150,7 @@ def chita() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "untrained-mlpnet": lambda: untrained("mlpnet"),
-    "untrained-resnet20": lambda: untrained("resnet20"),
+    "untrained": untrained,
     "trained": trained,
     "efficientnet": efficientnet,
     "chita": chita,
@@ -124,15 +159,35 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def _scores(network: str, method: str, sparsity: float, epochs: bool = False) -> str:
     """Top-1 over the seeds of table 1's cell without noise."""
-    cells = [
-        cell
-        for cell in _cells("table1.json")
-        if (cell["network"], cell["method"], cell["sparsity"], cell["noise_fraction"])
-        == (network, method, sparsity, 0.0)
-        and cell["top1"] is not None
-    ]
+    cells = _of_cell(network, method, sparsity)
     shown = _mean([cell["top1"] for cell in cells])
     return f"{shown}, {cells[0]['epochs']} epochs" if cells and epochs else shown
+
+
+def _difference(network: str, sparsity: float) -> str:
+    """By how much EWR is above LR where both have the same seed, and for how many seeds it is."""
+    lr, ewr = (_of_seeds(network, method, sparsity) for method in ("lr", "ewr"))
+    gains = [ewr[seed] - lr[seed] for seed in lr.keys() & ewr.keys()]
+    if not gains:
+        return MISSING
+    above = sum(gain > 0 for gain in gains)
+    return f"{statistics.mean(gains):+.2f}, {above} of {len(gains)}"
+
+
+def _of_seeds(network: str, method: str, sparsity: float) -> dict[int, float]:
+    """Top-1 by seed."""
+    return {cell["seed"]: cell["top1"] for cell in _of_cell(network, method, sparsity)}
+
+
+def _of_cell(network: str, method: str, sparsity: float) -> list[dict[str, Any]]:
+    """The finished runs of a cell of table 1 without noise."""
+    wanted = (network, method, sparsity, 0.0)
+    names = ("network", "method", "sparsity", "noise_fraction")
+    return [
+        cell
+        for cell in _cells("table1.json")
+        if tuple(cell[name] for name in names) == wanted and cell["top1"] is not None
+    ]
 
 
 def _timed(scores: list[float], seconds: list[float]) -> str:

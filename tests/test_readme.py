@@ -1,4 +1,4 @@
-"""The README's tables are those of the results."""
+"""The tables of README.md and docs/results.md are those of the results."""
 
 import re
 from pathlib import Path
@@ -10,14 +10,20 @@ from benchmarks import readme
 README = Path(readme.ROOT) / "README.md"
 
 
-def test_no_figure_of_the_readmes_tables_is_older_than_the_results():
-    text = README.read_text()
+@pytest.mark.parametrize("path", readme.FILLED, ids=lambda path: path.name)
+def test_no_figure_of_the_tables_is_older_than_the_results(path):
+    text = path.read_text()
     assert readme.filled(text) == text, "run: python -m benchmarks.readme"
 
 
-def test_every_table_is_in_the_readme():
-    text = README.read_text()
+def test_every_table_is_shown():
+    text = "".join(path.read_text() for path in readme.FILLED)
     assert all(f"<!-- table: {name} -->" in text for name in readme.TABLES)
+
+
+def test_the_picture_can_be_drawn(tmp_path):
+    readme.draw(tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
 def test_the_first_example_runs(capsys):
