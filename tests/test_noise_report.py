@@ -10,6 +10,7 @@ from swap_prune import InputError, NoiseReport, data, models, noise_report, prun
 from swap_prune.calibration import Samples
 from swap_prune.cli import main
 from swap_prune.gradients import DenseGradients
+from swap_prune.machine import affordable_memory, check_memory
 from swap_prune.noise import LabelNoise
 from swap_prune.noise_report import (
     count_orthogonal,
@@ -23,7 +24,6 @@ from swap_prune.noise_report import (
     share_of_largest,
     tail_index,
 )
-from swap_prune.pruning import affordable_memory, check_memory
 from swap_prune.settings import Settings, resolve
 
 N, P = 60, 2000

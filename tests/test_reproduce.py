@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from scipy import stats
 
-from swap_prune import InputError, experiment, models, pruning, reproduce, settings
+from swap_prune import InputError, experiment, models, reproduce, settings, stages
 from swap_prune.reproduce import common, table1
 from swap_prune.reproduce.table1 import TABLE, Cell
 from swap_prune.run_directory import RunDirectory
@@ -110,7 +110,7 @@ def test_a_shipped_recipe_reads_and_is_what_its_name_says(network, method):
 def test_each_column_is_pruned_by_its_own_method():
     # A baseline that falls through to another method would fill its column with that one's figures.
     built = {
-        name: type(pruning.build_method(settings.Settings(sparsity=0.9, method=name)))
+        name: type(stages.build_method(settings.Settings(sparsity=0.9, method=name)))
         for name in ("magnitude", "wf", "cbs", "ewr")
     }
     assert len(set(built.values())) == len(built), built

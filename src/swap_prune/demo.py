@@ -14,8 +14,9 @@ from swap_prune.calibration import Samples
 from swap_prune.errors import InputError
 from swap_prune.evaluation import evaluate
 from swap_prune.noise import add_input_noise
-from swap_prune.pruning import PruneResult, prune
+from swap_prune.pruning import prune
 from swap_prune.run_directory import RunDirectory
+from swap_prune.stages import PruneResult
 
 METHODS = ("magnitude", "lr", "ewr")
 SPARSITIES = (0.9, 0.95, 0.98)

@@ -17,9 +17,10 @@ from torch import nn
 from swap_prune import data, models, recipe
 from swap_prune.errors import InputError
 from swap_prune.evaluation import Evaluation, evaluate
-from swap_prune.pruning import PruneResult, prune
+from swap_prune.pruning import prune
 from swap_prune.recipe import Recipe
 from swap_prune.run_directory import RunDirectory
+from swap_prune.stages import PruneResult
 
 
 def _digest(package: Path) -> str:

@@ -21,8 +21,9 @@ from swap_prune.errors import InputError
 from swap_prune.evaluation import check_task, cross_entropy, outputs_of
 from swap_prune.gradients import DenseGradients, gradient_rows
 from swap_prune.gradients.rows import Loss
+from swap_prune.machine import check_memory, most_rows
 from swap_prune.prunable import select_weights
-from swap_prune.pruning import check_memory, most_rows, own_copy, read_seeded
+from swap_prune.pruning import own_copy, read_seeded
 from swap_prune.run_directory import plain
 from swap_prune.settings import COPIES, HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
 

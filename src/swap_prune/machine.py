@@ -1,0 +1,36 @@
+"""What the machine can hold."""
+
+from __future__ import annotations
+
+import os
+
+from swap_prune import settings as settings_of
+from swap_prune.errors import InputError
+
+# Of a row: G's float32, and a copy of the columns of the weights that are left.
+BYTES_A_WEIGHT = 8
+
+
+def affordable_memory(n: int, p: int) -> int:
+    """How many rows memory="auto" remembers on this machine."""
+    return settings_of.remembered_rows(n, p, most_rows(p) - n)
+
+
+def check_memory(n: int, p: int, remembered: int = 0) -> None:
+    """Raise before gradient matrices are asked for that the machine can't hold."""
+    if n + remembered > most_rows(p):
+        needed = BYTES_A_WEIGHT * (n + remembered) * p
+        raise InputError(
+            f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights need "
+            f"{needed / 2**30:.0f} GiB, and this machine has {_memory() / 2**30:.0f}; give fewer "
+            "samples, less memory, or prune fewer layers with include or exclude"
+        )
+
+
+def most_rows(p: int) -> int:
+    """How many rows of gradients for `p` weights the machine can hold."""
+    return _memory() // (BYTES_A_WEIGHT * p)
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,580 @@
+"""The stages of one call of `prune` (Algorithm 1): cut, solve, measure, train, save."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from tqdm import tqdm
+
+from swap_prune import batchnorm as batchnorm_statistics
+from swap_prune import contamination as contamination_of
+from swap_prune import settings as settings_of
+from swap_prune import training
+from swap_prune.calibration import Batch, CalibrationStream, Samples, to_device
+from swap_prune.calling import fastest_format, formatted
+from swap_prune.errors import DivergedError, NotFiniteError
+from swap_prune.evaluation import (
+    beyond_chance,
+    check_task,
+    cross_entropy,
+    evaluate,
+    group_losses,
+    mean_loss,
+    outputs_of,
+)
+from swap_prune.gradients import GradientOperator, gradient_rows
+from swap_prune.gradients.rows import Loss, blame_sample
+from swap_prune.methods import (
+    CombinatorialBrainSurgeon,
+    Magnitude,
+    Method,
+    OptimalBrainDamage,
+    Stage,
+    WassersteinRegression,
+    WoodFisher,
+)
+from swap_prune.noise import Noise
+from swap_prune.noise import from_description as noise_from
+from swap_prune.prunable import PrunableWeights
+from swap_prune.regression import Budget
+from swap_prune.run_directory import RunDirectory, Step, fingerprint
+from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings
+
+BASELINES: dict[str, type[Method]] = {
+    "magnitude": Magnitude,
+    "obd": OptimalBrainDamage,
+    "wf": WoodFisher,
+    "cbs": CombinatorialBrainSurgeon,
+}
+# Samples by which a run directory knows its data again.
+FINGERPRINT_SAMPLES = 64
+# Seeds of the steps of runs with neighbouring seeds must not meet.
+SEED_STRIDE = 1_000_003
+
+
+@dataclass
+class PruneResult:
+    """A pruned model and how it came about.
+
+    Attributes:
+        model: the pruned model; pruned weights are exactly zero.
+        masks: by parameter name, True where a weight stays.
+        sparsity: the fraction of the prunable weights that is zero.
+        nonzeros: how many are not.
+        layer_sparsity: the fraction of zeros by parameter name.
+        history: one dict a stage or epoch: sparsity, nonzeros, held-out loss and top-1, the
+            settings chosen, seconds.
+        seconds: the time spent on `gradients`, `solve`, `training` and in `total`.
+        settings: the resolved settings of the run.
+    """
+
+    model: nn.Module
+    masks: dict[str, Tensor]
+    sparsity: float
+    nonzeros: int
+    layer_sparsity: dict[str, float]
+    history: list[dict[str, Any]]
+    seconds: dict[str, float]
+    settings: dict[str, Any]
+
+
+class Run:
+    """The stages of one call of `prune`, on a model of its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: PrunableWeights,
+        samples: Samples,
+        loss: Loss | None,
+        settings: Settings,
+        progress: bool,
+        trains_on_calibration: bool,
+    ) -> None:
+        assert settings.held_out is not None
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.model, self.weights, self.settings = model, weights, settings
+        self.given_loss = loss
+        self.loss: Loss = cross_entropy if loss is None else loss
+        # What pruning fits and chooses by; training and reports keep to the loss itself.
+        self.fitted_loss = self.loss
+        self.contamination = 0.0
+        self.method = build_method(settings)
+        self.has_statistics = bool(batchnorm_statistics.layers(model))
+        reserve = settings.held_out if trains_on_calibration else self._reserve(len(samples))
+        self.stream = CalibrationStream(samples, settings.held_out, reserve, generator)
+        self.noises: tuple[Noise, ...] = ()  # until the first stage has calibrated them
+        self.held_out = self._hold_out(1)
+        self._check_held_out()
+        self.buffer: Tensor | None = None
+        self.history: list[dict[str, Any]] = []
+        self.seconds = {"gradients": 0.0, "solve": 0.0, "training": 0.0, "total": 0.0}
+        self.noises = settings.noise
+        self.training_samples, self.training_indices = samples, self.stream.pool.indices
+        self.test_data: Samples | None = None
+        fine_tuning = settings.fine_tuning
+        self.epochs_per_stage = fine_tuning.epochs_per_stage if fine_tuning else 0
+        self.epochs_after = fine_tuning.epochs_after if fine_tuning else 0
+        self.teacher = copy.deepcopy(model) if fine_tuning and fine_tuning.distillation else None
+        self.bar = tqdm(disable=not progress, unit="sample", file=sys.stderr)
+
+    def train_on(self, samples: Samples) -> None:
+        """Fine-tune on other data than the calibration's."""
+        self.training_samples, self.training_indices = samples, torch.arange(len(samples))
+
+    def execute(self, sparsities: list[float], directory: RunDirectory | None) -> PruneResult:
+        """One stage for each sparsity, the epochs after them, then the report."""
+        with self.bar:
+            if directory is None:
+                self._advance(sparsities, None)
+                return self._report()
+            with directory.lock():
+                directory.configure(self._configuration())
+                self._advance(sparsities, directory)
+                directory.write_model(self.model)
+            return self._report()
+
+    def _configuration(self) -> dict[str, Any]:
+        """What a run has to share with another to be continued by it."""
+        inputs, targets = self._first_samples()
+        # Random transforms may differ from process to process, if torch's seed is not theirs.
+        fixed = _fingerprint(inputs) == _fingerprint(self._first_samples()[0])
+        return {
+            "settings": settings_of.describe(self.settings),
+            "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
+            # To three digits, for the number of threads may be another.
+            "value_of_loss": f"{mean_loss(self.model, (inputs, targets), self.loss):.3g}"
+            if fixed
+            else None,
+            "model_sha256": fingerprint(self.model.state_dict()),
+            "inputs_sha256": _fingerprint(inputs) if fixed else None,
+            "targets_sha256": _fingerprint(targets),
+            "calibration_samples": len(self.stream.source),
+            "training_samples": len(self.training_indices),
+            "test_samples": None if self.test_data is None else len(self.test_data),
+        }
+
+    def _first_samples(self) -> Batch:
+        """The samples by which a run knows its data again."""
+        source = self.stream.source
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            first = torch.arange(min(FINGERPRINT_SAMPLES, len(source)))
+            return to_device(source.read(first), torch.device("cpu"))
+
+    def rehearse(self) -> None:
+        """Take one step of training on a copy: what can't be trained is to be known first."""
+        if self.epochs_per_stage or self.epochs_after:
+            model = copy.deepcopy(self.model)
+            self._period(model, 1, 0, None).rehearse()
+
+    def _advance(self, sparsities: list[float], directory: RunDirectory | None) -> None:
+        """Run every step, stage or epoch, that is not saved yet, and save it."""
+        stages = len(sparsities)
+        self.bar.total = self._samples_of(stages + self.epochs_after, stages)
+        saved = None if directory is None else directory.last_step()
+        if saved is not None:
+            self._restore(saved, stages)
+        period: training.Period | None = None
+        for number in range((saved.number if saved else 0) + 1, stages + self.epochs_after + 1):
+            start = time.perf_counter()
+            # A step depends on nothing but what was saved before it.
+            torch.manual_seed(self._seed(number))
+            if number <= stages:
+                line = self._checked_stage(stages, sparsities[:number])
+            else:
+                period = period or self._period(self.model, self.epochs_after, stages + 1, saved)
+                line = self._epoch(period, number - stages - 1)
+            line["seconds"] = time.perf_counter() - start
+            self.seconds["total"] += line["seconds"]
+            self.history.append(line)
+            if directory is not None:
+                directory.save_step(self._step(number, period))
+
+    def _seed(self, number: int) -> int:
+        """The seed of a step."""
+        return (self.settings.seed * SEED_STRIDE + number) % 2**63
+
+    def _step(self, number: int, period: training.Period | None) -> Step:
+        """What the next step needs to know."""
+        optimizer, values = ({}, {}) if period is None else period.state()
+        method, method_values = self.method.state()
+        return Step(
+            number=number,
+            model=self.model.state_dict(),
+            optimizer=optimizer,
+            # Training after the last stage has no more use for it.
+            method=method if period is None else {},
+            values={
+                "history": self.history,
+                "seconds": self.seconds,
+                "method": method_values,
+                "noise": [noise.describe() for noise in self.noises],
+                "contamination": self.contamination,
+                "optimizer": values,
+            },
+        )
+
+    def _restore(self, saved: Step, stages: int) -> None:
+        """Go on from a saved step."""
+        self.model.load_state_dict(saved.model)
+        self.history = saved.values["history"]
+        self.seconds = saved.values["seconds"]
+        if saved.number < stages:
+            self.method.restore(saved.method, saved.values["method"])
+        self.noises = tuple(noise_from(described) for described in saved.values["noise"])
+        self._use_contamination(saved.values["contamination"])
+        for number in range(1, min(saved.number, stages) + 1):
+            if number > 1:
+                self.stream.hold_out()
+            if self._draws():
+                self.stream.skip(self._stage_samples())
+        if saved.number >= stages:
+            self.held_out = self._hold_out(stages)
+        # Not as progress of this process, from which the time left is reckoned.
+        self.bar.n = self.bar.initial = self._samples_of(saved.number, stages)
+        self.bar.refresh()
+
+    def _samples_of(self, steps: int, stages: int) -> int:
+        """The samples that the first `steps` steps go through, the bar's unit."""
+        pruning = min(steps, stages)
+        epochs = pruning * self.epochs_per_stage + steps - pruning
+        return pruning * self._stage_samples() + epochs * len(self.training_indices)
+
+    def _report(self) -> PruneResult:
+        w = self.weights.read(self.model)
+        masks = self._masks(w)
+        nonzeros = int((w != 0).sum())
+        return PruneResult(
+            model=self.model,
+            masks=masks,
+            sparsity=1 - nonzeros / self.weights.size,
+            nonzeros=nonzeros,
+            layer_sparsity={name: 1 - float(m.float().mean()) for name, m in masks.items()},
+            history=self.history,
+            seconds=self.seconds,
+            settings=settings_of.describe(self.settings),
+        )
+
+    def _masks(self, w: Tensor) -> dict[str, Tensor]:
+        return {name: part != 0 for name, part in self.weights.split(w).items()}
+
+    def _checked_stage(self, stages: int, sparsities: list[float]) -> dict[str, Any]:
+        """A stage; what isn't finite after the first is most likely the work of those before."""
+        number = len(sparsities)
+        where = f"stage {number} of {stages} can't be done"
+        try:
+            return self._stage(stages, sparsities)
+        except NotFiniteError as error:
+            if number == 1:
+                raise
+            raise DivergedError(f"{where}: {error}") from error
+        except torch.linalg.LinAlgError as error:
+            raise DivergedError(
+                f"{where}: products of gradients are beyond float32; a larger damping is needed"
+            ) from error
+
+    def _stage(self, stages: int, sparsities: list[float]) -> dict[str, Any]:
+        """Take gradients, prune to the last of the sparsities so far; a line of the history."""
+        number = len(sparsities)
+        where = f"stage {number}/{stages}, sparsity {sparsities[-1]:.3f}"
+        start = time.perf_counter()
+        w_bar = self.weights.read(self.model)
+        batch = gradients = None
+        if number > 1:
+            self.stream.hold_out()
+        if self._draws():
+            batch, indices = self.stream.draw(self._stage_samples())
+            check_task(self.model, batch, self.given_loss)
+            generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+            if number == 1 and self.noises:
+                self._calibrate_noise(batch, indices, generator)
+            batch = self._noisy(batch, generator)
+        self.held_out = self._hold_out(number)
+        if number == 1:
+            self._use_contamination(self._estimate_contamination())
+        else:
+            self._check_held_out()
+        if self.method.needs_gradients and batch is not None:
+            self.bar.set_description(f"{where}: gradients")
+            with ExitStack() as noisy:
+                for noise in self.noises:
+                    noisy.enter_context(noise.weights(self.model, self.weights, generator))
+                gradients = self._gradients(batch, indices, self.bar.update)
+            for noise in self.noises:
+                noise.rows(gradients.rows(), generator)
+        else:
+            self.bar.update(self._stage_samples())
+        self.seconds["gradients"] += time.perf_counter() - start
+
+        self.bar.set_description(f"{where}: solving")
+        start_solve = time.perf_counter()
+        stage = Stage(
+            gradients=gradients,
+            w_bar=w_bar,
+            budget=self._budget(sparsities),
+            samples_per_row=self.settings.samples_per_row or 1,
+            remaining=stages - number,
+            layers=tuple(part for _, _, part in self.weights.slices()),
+            held_out_losses=None if self.held_out is None else self._held_out_losses,
+        )
+        w, chosen = self.method.prune(stage)
+        if not torch.isfinite(w).all():
+            raise DivergedError(
+                f"the weights became infinite at {where}; a larger damping than "
+                f"{chosen.get('damping')} is needed"
+            )
+        self.weights.write(self.model, w)
+        if self.held_out is not None and "held_out_loss" not in chosen:
+            chosen["held_out_loss"] = float(self._current_losses().mean())
+        if batch is not None and self._statistics_wanted():
+            chosen |= self._reestimate(batch[0])
+        self.seconds["solve"] += time.perf_counter() - start_solve
+        line = {"stage": number, **chosen}
+        if number == 1 and self.settings.contamination != 0:
+            line["contamination"] = self.contamination
+        if number == 1 and self.noises:
+            line["noise"] = [noise.describe() for noise in self.noises]
+        if self.test_data is not None:
+            self.bar.set_description(f"{where}: testing")
+            score = evaluate(self.model, self.test_data, self.given_loss)
+            line |= {f"test_{name}": getattr(score, name) for name in ("loss", "top1", "top5")}
+        if self.epochs_per_stage:
+            period = self._period(self.model, self.epochs_per_stage, number, None)
+            for epoch in range(self.epochs_per_stage):
+                line["training_loss"] = self._train(period, epoch, where)
+        return line | self._measure()
+
+    def _epoch(self, period: training.Period, epoch: int) -> dict[str, Any]:
+        """Train an epoch after the last stage; a line of the history."""
+        where = f"epoch {epoch + 1}/{self.epochs_after}"
+        # From the weights alone, as a resumed run has to: training may have made one zero.
+        period.masks = self._masks(self.weights.read(self.model))
+        loss = self._train(period, epoch, where)
+        return {"epoch": epoch + 1, "training_loss": loss} | self._measure()
+
+    def _period(
+        self, model: nn.Module, epochs: int, number: int, saved: Step | None
+    ) -> training.Period:
+        """The training that follows stage `number`, from its beginning or from a saved step."""
+        assert self.settings.fine_tuning is not None
+        period = training.Period(
+            model,
+            self._masks(self.weights.read(model)),
+            self.teacher,
+            self.loss,
+            self.training_samples,
+            self.training_indices,
+            self.settings.fine_tuning,
+            epochs,
+            self.settings.seed,
+            number,
+        )
+        if saved is not None and saved.values["optimizer"]:
+            period.restore(saved.optimizer, saved.values["optimizer"])
+        return period
+
+    def _train(self, period: training.Period, epoch: int, where: str) -> float:
+        self.bar.set_description(f"{where}: training")
+        start = time.perf_counter()
+        loss = period.run_epoch(epoch, self.bar.update)
+        self.seconds["training"] += time.perf_counter() - start
+        return loss
+
+    def _measure(self) -> dict[str, Any]:
+        """Sparsity, held-out loss and, for a classifier, top-1; shown beside the bar."""
+        nonzeros = int((self.weights.read(self.model) != 0).sum())
+        measured = {"sparsity": 1 - nonzeros / self.weights.size, "nonzeros": nonzeros}
+        if self.held_out is None:
+            return measured
+        score = evaluate(self.model, self.held_out, self.given_loss)
+        shown = {"held_out_loss": score.loss}
+        if score.top1 is not None:
+            shown["held_out_top1"] = score.top1
+        self.bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
+        return measured | shown
+
+    def _draws(self) -> bool:
+        """Whether a stage needs calibration samples."""
+        return self.method.needs_gradients or self._statistics_wanted()
+
+    def _calibrate_noise(self, batch: Batch, indices: Tensor, generator: torch.Generator) -> None:
+        """Fit the noises to the model on the first batch."""
+        self.bar.set_description("calibrating the noise")
+        # From a twin, so that the stage's own draw is the one that was measured.
+        generator = torch.Generator().set_state(generator.get_state())
+        calibrated: list[Noise] = []
+        for noise in self.noises:
+            calibrated.append(
+                noise.calibrate(batch, lambda noisy: self._gradients(noisy, indices), generator)
+            )
+            batch = calibrated[-1].samples(batch, generator, self._classes(batch[0]))
+        self.noises = tuple(calibrated)
+
+    def _hold_out(self, number: int) -> Batch | None:
+        """The held-out samples of a stage, as noisy as the others, the same in a resumed run."""
+        if self.settings.held_out == 0:
+            return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed(number))
+            inputs, targets = self.stream.held_out()
+        check_task(self.model, (inputs, targets), self.given_loss)
+        batch = formatted(inputs, fastest_format(self.model, inputs)), targets
+        generator = torch.Generator().manual_seed(self._seed(number))
+        # Without rows there is nothing to calibrate noise by.
+        return self._noisy(batch, generator) if self._draws() else batch
+
+    def _noisy(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """The batch with the noise of samples."""
+        for noise in self.noises:
+            batch = noise.samples(batch, generator, self._classes(batch[0]))
+        return batch
+
+    def _classes(self, inputs: Any) -> int | None:
+        """How many classes the model tells apart; None with a loss of the user's own."""
+        if self.given_loss is not None:
+            return None
+        one = tree_map(lambda leaf: leaf[:1], inputs)
+        ((_, output),) = outputs_of(self.model, one)
+        return int(output.shape[1])
+
+    def _check_held_out(self) -> None:
+        """Raise unless the model has a finite loss on the held-out samples."""
+        if self.held_out is None:
+            return
+        if not math.isfinite(mean_loss(self.model, self.held_out, self.loss)):
+            blame_sample(self.model, *self.held_out, self.loss, self.stream.held_out_indices)
+
+    def _estimate_contamination(self) -> float:
+        """The fraction of wrong labels, by the unpruned model, unless it was given."""
+        if self.settings.contamination != "auto":
+            return self.settings.contamination or 0.0
+        assert self.held_out is not None
+        outputs = torch.cat([output for _, output in outputs_of(self.model, self.held_out[0])])
+        likelihoods = contamination_of.log_likelihoods(outputs, self.held_out[1])
+        return contamination_of.significant(likelihoods, outputs.shape[1])
+
+    def _use_contamination(self, contamination: float) -> None:
+        self.contamination = contamination
+        if contamination:
+            self.fitted_loss = contamination_of.ContaminatedCrossEntropy(contamination)
+
+    def _gradients(
+        self, batch: Batch, indices: Tensor, progress: Callable[[int], Any] | None = None
+    ) -> GradientOperator:
+        if self.buffer is None:
+            rows = self._stage_samples() // (self.settings.samples_per_row or 1)
+            self.buffer = torch.empty(rows, self.weights.size)
+        return gradient_rows(
+            self.model,
+            self.weights,
+            batch[0],
+            batch[1],
+            self.fitted_loss,
+            self.settings.samples_per_row or 1,
+            out=self.buffer,
+            progress=progress,
+            numbers=indices,
+        )
+
+    def _budget(self, sparsities: list[float]) -> Budget:
+        """What may stay after the last of the sparsities, those of all stages so far."""
+        layers, p = [part for _, _, part in self.weights.slices()], self.weights.size
+        budget = Budget.over_all(p, p)
+        most: Sequence[int] | None = None
+        for sparsity in sparsities:
+            k = max(1, round_to_kept(p, sparsity))
+            if self.settings.per_layer:
+                budget = Budget.per_layer(layers, k, most)
+                most = budget.counts
+            else:
+                budget = Budget.over_all(p, k)
+        return budget
+
+    def _held_out_losses(self, w: Tensor) -> Tensor:
+        assert self.held_out is not None
+        self.weights.write(self.model, w)
+        return self._current_losses()
+
+    def _statistics_wanted(self) -> bool:
+        # Without held-out samples "auto" has nothing to decide by, and leaves them alone.
+        decidable = self.settings.batchnorm == "auto" and self.settings.held_out != 0
+        return self.has_statistics and (decidable or self.settings.batchnorm == "always")
+
+    def _reestimate(self, inputs: Any) -> dict[str, Any]:
+        """Re-estimate BatchNorm's statistics; under "auto" keep them only where that helps.
+
+        Args:
+            inputs: calibration inputs, samples first.
+        """
+        before = batchnorm_statistics.statistics(self.model)
+        losses = None if self.held_out is None else self._current_losses()
+        few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
+        batchnorm_statistics.reestimate(self.model, few)
+        if losses is None:
+            return {"batchnorm": "re-estimated"}
+        after = self._current_losses()
+        if self.settings.batchnorm == "auto" and not beyond_chance(after, losses):
+            batchnorm_statistics.restore(self.model, before)
+            return {"batchnorm": "kept"}
+        return {"batchnorm": "re-estimated", "held_out_loss": float(after.mean())}
+
+    def _current_losses(self) -> Tensor:
+        assert self.held_out is not None
+        return group_losses(self.model, self.held_out, self.fitted_loss)
+
+    def _reserve(self, available: int) -> int:
+        """How many samples are set aside to be held out: others for every stage if they suffice."""
+        assert self.settings.held_out is not None
+        assert self.settings.stages is not None
+        spare = available - self._stage_samples() if self._draws() else available
+        most = min(spare, int(available * HELD_OUT_FRACTION))
+        return max(self.settings.held_out, min(self.settings.stages * self.settings.held_out, most))
+
+    def _stage_samples(self) -> int:
+        count = (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
+        # Without gradients, samples serve BatchNorm's statistics alone.
+        return count if self.method.needs_gradients else min(count, HELD_OUT_SAMPLES)
+
+
+def build_method(settings: Settings) -> Method:
+    """The method that the settings name."""
+    if settings.method in BASELINES:
+        baseline = BASELINES[settings.method]
+        takes_damping = settings.damping != "auto" and hasattr(baseline, "damping")
+        return baseline(**({"damping": settings.damping} if takes_damping else {}))
+    return WassersteinRegression(
+        damping=settings.damping,
+        first_order=settings.first_order,
+        coupling="identity" if settings.method == "lr" else settings.coupling,
+        epsilon=settings.epsilon,
+        relative=settings.relative,
+        mixture=settings.mixture,
+        derivative=settings.derivative,
+        selection=settings.selection,
+        alternations=settings.alternations,
+        memory=int(settings.memory or 0),
+        discount=settings.discount,
+        metric=settings.metric or 0.0,
+        block_size=settings.block_size or 0,
+    )
+
+
+def _fingerprint(tree: Any) -> str:
+    """What tells tensors, in tuples and dicts or alone, from others."""
+    return fingerprint({str(i): torch.as_tensor(x) for i, x in enumerate(tree_leaves(tree))})
+
+
+def round_to_kept(p: int, sparsity: float) -> int:
+    """k, the number of weights that stay of `p` at a sparsity."""
+    return p - round(p * sparsity)
