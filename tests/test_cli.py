@@ -107,9 +107,7 @@ def test_an_impossible_run_overwrites_nothing(tmp_path):
     assert run(*arguments, "--sparsity", "2", "--overwrite") == 2
     assert run(*arguments, "--sparsity", "0.5", "--samples", "5000", "--overwrite") == 2
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    # A pruned model can be pruned further in its own directory.
-    weights = ["--weights", tmp_path / "model.safetensors"]
-    assert run(*arguments, *weights, "--sparsity", "0.6", "--overwrite") == 0
+    assert run(*arguments, "--sparsity", "0.6", "--overwrite") == 0
 
 
 def test_a_file_of_the_users_own_is_not_replaced(tmp_path, capsys):
@@ -147,6 +145,43 @@ def test_weights_that_do_not_fit_name_the_key(tmp_path, capsys):
     weights = ["--weights", tmp_path / "w.safetensors"]
     assert run("evaluate", *TASK, *weights) == 2
     assert key in capsys.readouterr().err
+
+
+def test_a_run_does_not_replace_its_own_weights(tmp_path, capsys):
+    out, sparsity = tmp_path / "run", ["--sparsity", "0.5"]
+    assert run("prune", *TASK, *QUICK, *sparsity, "--method", "magnitude", "--out", out) == 0
+    before = (out / "model.safetensors").read_bytes()
+    weights = ["--weights", out / "model.safetensors"]
+    assert run("prune", *TASK, *QUICK, *sparsity, *weights, "--out", out, "--overwrite") == 2
+    assert "give another directory" in capsys.readouterr().err
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--out", "--weights"])
+def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys, option):
+    given = {"--out": tmp_path / "run", option: tmp_path / ("x" * 300)}
+    words = [word for pair in given.items() for word in pair]
+    assert run("prune", *TASK, *QUICK, "--sparsity", "0.5", *words) == 2
+    assert len(capsys.readouterr().err.strip().split("\n")) == 1
+
+
+def test_a_wrong_option_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("prune", *TASK, "--sparsity", "much")
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert "--sparsity" in err
+    assert len(err.strip().split("\n")) == 1
+
+
+def test_another_recipe_is_told_by_its_first_other_field(tmp_path, capsys):
+    (tmp_path / "one.yaml").write_text("model: digits\ndata: digits\nsparsity: 0.5\n")
+    (tmp_path / "two.yaml").write_text(
+        "model: digits\ndata: digits\nsparsity: 0.5\nmethod: magnitude\n"
+    )
+    assert run("run", tmp_path / "two.yaml", "--out", tmp_path / "out") == 0
+    assert run("run", tmp_path / "one.yaml", "--out", tmp_path / "out") == 2
+    assert "method is 'magnitude' there and None here" in capsys.readouterr().err
 
 
 def test_tied_weights_are_written_under_each_name(tmp_path):

@@ -114,3 +114,12 @@ def test_a_given_fraction_needs_no_held_out_samples_but_the_default_loss():
     for wrong in (1.0, -0.1, "many"):
         with pytest.raises(InputError, match="contamination="):
             prune(trained(), samples(), sparsity=0.5, contamination=wrong)
+
+
+def test_a_model_that_is_mostly_wrong_does_not_accuse_the_labels():
+    """Sure, and no better than a guess: pruning by such masses would be pruning by nothing."""
+    outputs = 20 * functional.one_hot(torch.arange(200) % 10, 10).float()
+    labels = (torch.arange(200) // 10) % 10
+    likelihoods = log_likelihoods(outputs, labels)
+    assert estimate(likelihoods, 10) > 0.8
+    assert significant(likelihoods, 10) == 0

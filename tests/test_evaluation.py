@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from swap_prune import evaluate
 from swap_prune.evaluation import CHANCE, GROUPS, cross_entropy, group_losses, mean_loss
 from swap_prune.gradients import DenseGradients
 from swap_prune.methods.wasserstein import WORTHWHILE, Candidate, _Trial
@@ -27,6 +28,12 @@ def test_the_mean_of_the_groups_is_that_of_the_samples(samples):
 def test_a_loss_that_is_no_number_counts_as_infinite():
     batch = (torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 0]))
     assert mean_loss(nn.Linear(1, 2), batch, cross_entropy) == float("inf")
+
+
+def test_an_output_that_is_no_number_is_no_right_answer():
+    x = torch.tensor([[float("nan")], [1.0]])
+    score = evaluate(nn.Linear(1, 1), (x, torch.tensor([0, 0])))
+    assert (score.top1, score.top5) == (50.0, 50.0)
 
 
 def test_a_loss_of_minus_infinity_is_no_good_one():

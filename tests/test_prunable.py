@@ -65,3 +65,12 @@ def test_weights_that_can_not_be_pruned():
     nn.init.constant_(net.weight, float("nan"))
     with pytest.raises(InputError, match="weight holds NaN"):
         select_weights(net)
+
+
+def test_one_selector_needs_no_list():
+    assert select_weights(model(), "0.weight").names == ("0.weight",)
+    assert select_weights(model(), nn.Conv2d).names == ("0.weight",)
+    with pytest.raises(InputError, match="include=3 must be"):
+        select_weights(model(), 3)
+    with pytest.raises(InputError, match="model is of type str"):
+        select_weights("model")

@@ -69,7 +69,7 @@ def test_sparsity_is_exact(sparsity, method, per_layer, selection):
         sparsity=sparsity,
         method=method,
         per_layer=per_layer,
-        selection=selection,
+        **({"selection": selection} if method in ("lr", "ewr") else {}),
         **QUICK,
     )
     w = weights_of(result.model)
@@ -597,3 +597,32 @@ def test_test_data_is_looked_at_before_the_first_stage():
 class Triples(Ragged):
     def __getitem__(self, index):
         return torch.zeros(6), 0, 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "lr", "epsilon": 0.1}, "epsilon=0.1 has no part in method='lr'; ewr has it"),
+        ({"method": "magnitude", "damping": 0.1}, "damping=0.1 has no part in method='magnitude'"),
+        ({"method": "wf", "memory": 5}, "memory=5 has no part in method='wf'; lr, ewr have it"),
+        ({"schedule": [0.2, 0.5], "correcting": 1}, "no part in a schedule of one's own"),
+        ({"seed": 2**70}, "at least 0 and below 2"),
+        ({"held_out": 0}, "give held_out a larger number"),
+    ],
+)
+def test_what_has_no_effect_is_refused(given, message):
+    with pytest.raises(InputError, match=message):
+        prune(network(), samples(), sparsity=0.5, **given)
+
+
+def test_numbers_of_numpy_in_a_schedule():
+    schedule = [np.float32(0.25), np.float64(0.5)]
+    result = prune(network(), samples(), sparsity=0.5, schedule=schedule, method="magnitude")
+    assert result.settings["schedule"] == (0.25, 0.5)
+
+
+def test_a_model_whose_every_weight_is_masked_is_told_so():
+    model = network()
+    apply_masks(model, {name: w != 0 for name, w in model.named_parameters() if w.ndim == 2})
+    with pytest.raises(InputError, match="make_permanent"):
+        prune(model, samples(), sparsity=0.5)

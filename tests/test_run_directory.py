@@ -332,3 +332,29 @@ def test_random_transforms_are_the_same_in_a_resumed_run(tmp_path, monkeypatch, 
         jittered(tmp_path)
     monkeypatch.setattr(RunDirectory, "save_step", save)
     assert_same(jittered(tmp_path), expected)
+
+
+def test_data_that_can_not_be_used_leave_no_run_behind(tmp_path):
+    """So that the same call on mended data is not another configuration."""
+    x, y = torch.randn(200, 64), torch.randint(10, (200,))
+    model = nn.Linear(64, 10)
+    given = {"sparsity": 0.5, "stages": 2, "samples": 150, "samples_per_row": 1, "held_out": 50}
+    for number in range(200):
+        wrong = y.clone()
+        wrong[number] = 10
+        # Held-out samples are looked at before the run begins, the others after that.
+        with pytest.raises(InputError, match=f"label 10 of sample {number} is out of range"):
+            prune(model, (x, wrong), **given, directory=tmp_path / "run")
+        if (tmp_path / "run").exists():
+            break
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    prune(model, (x, y), **given, directory=tmp_path / "run")
+
+
+def test_files_may_be_read_as_the_user_has_set_it(tmp_path):
+    before = os.umask(0o022)
+    try:
+        RunDirectory(tmp_path).write_result({})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "result.json").stat().st_mode & 0o777 == 0o644

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -29,13 +29,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         options.command(options)
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"swap-prune: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\nswap-prune: interrupted{_continuation(options)}", file=sys.stderr)
         return 130
     return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence; the usage of fifty options would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
 
 
 def _continuation(options: argparse.Namespace) -> str:
@@ -49,7 +57,7 @@ def _continuation(options: argparse.Namespace) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The commands and their options; those of `prune` are named as in Python."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="swap-prune", description="Prune trained PyTorch models, with or without training."
     )
     top.add_argument(

@@ -26,6 +26,8 @@ from torch.nn import functional
 NEGLIGIBLE = 0.01
 # Beyond this nothing would be left to prune by.
 MOST = 0.9
+# Beyond this it is rather the model that knows nothing than the labels that are wrong.
+MOST_CREDIBLE = 0.8
 FIRST_GUESS, ITERATIONS = 0.1, 200
 # Log-likelihood, in nats, below which η may be chance: the likelihood ratio test at 5%, one-sided.
 LEAST_GAIN = 1.35
@@ -55,9 +57,10 @@ def likelihood_gain(log_likelihoods: Tensor, eta: float, classes: int) -> float:
 
 
 def significant(log_likelihoods: Tensor, classes: int) -> float:
-    """The maximum-likelihood η where it is more than chance, else 0."""
+    """The maximum-likelihood η where it is more than chance, and credible; else 0."""
     eta = estimate(log_likelihoods, classes)
-    return eta if likelihood_gain(log_likelihoods, eta, classes) > LEAST_GAIN else 0.0
+    gain = likelihood_gain(log_likelihoods, eta, classes)
+    return eta if gain > LEAST_GAIN and eta <= MOST_CREDIBLE else 0.0
 
 
 def log_likelihoods(output: Tensor, labels: Tensor) -> Tensor:

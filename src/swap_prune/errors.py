@@ -5,6 +5,11 @@ class InputError(ValueError):
     """A value given by the user can't be used; one sentence says which, and what is accepted."""
 
 
+def reason(error: BaseException) -> str:
+    """What somebody else's code raised, on one line."""
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+
+
 class NotFiniteError(InputError):
     """The loss or the gradient of a sample is NaN or infinite."""
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calibration import Batch, Samples, to_device
 from swap_prune.calling import call, check_module, evaluation_mode, fastest_format, formatted
-from swap_prune.errors import InputError
+from swap_prune.errors import InputError, reason
 from swap_prune.gradients.rows import Loss
 
 # Numbers in a batch's inputs: 250 CIFAR images keep the cores busy, and the activations of 16
@@ -66,13 +66,15 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
         indices = torch.arange(start, min(start + size, len(samples)))
         inputs, targets = to_device(samples.read(indices), device)
         inputs = formatted(inputs, memory_format)
-        check_task(model, (inputs, targets), loss)
+        check_task(model, (inputs, targets), loss, indices)
         with torch.no_grad(), evaluation_mode(model):
             output = call(model, inputs)
             total += len(indices) * float((loss or cross_entropy)(output, targets))
         classifier = classifier and is_classification(output, targets)
         if classifier:
             ranks = output.topk(min(5, output.shape[1])).indices == targets[:, None]
+            # A NaN ranks highest, but it is no answer.
+            ranks &= ~output.isnan().any(1, keepdim=True)
             hits += torch.stack([ranks[:, 0].sum(), ranks.sum()])
     percent = (100 * hits / len(samples)).tolist() if classifier else [None, None]
     return Evaluation(total / len(samples), percent[0], percent[1], len(samples))
@@ -150,11 +152,19 @@ def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output, targets.long())
 
 
-def check_task(model: nn.Module, batch: Batch, loss: Loss | None) -> None:
+def check_task(
+    model: nn.Module, batch: Batch, loss: Loss | None, numbers: Tensor | None = None
+) -> None:
     """Raise unless the model takes the inputs, and the loss its output and the targets.
 
     Model and loss are tried on one sample, a loss of the user's own on two copies of it too; with
     the default loss, every label is looked at.
+
+    Args:
+        model: called on inputs.
+        batch: inputs and targets.
+        loss: None for the default.
+        numbers: the samples' numbers (samples,) in the user's data; counted from 0 unless given.
     """
     one_input, one_target = tree_map(lambda leaf: leaf[:1], batch)
     with torch.no_grad(), evaluation_mode(model):
@@ -163,10 +173,10 @@ def check_task(model: nn.Module, batch: Batch, loss: Loss | None) -> None:
             of_two = None if loss is None else call(model, _twice(one_input))
         except Exception as error:  # the model is the user's: anything may come out of it
             raise InputError(
-                f"the model can't be called on a sample of the data: {_reason(error)}"
+                f"the model can't be called on a sample of the data: {reason(error)}"
             ) from error
         if loss is None:
-            _check_labels(output, batch[1])
+            _check_labels(output, batch[1], numbers)
             return
         value = _scalar_loss(loss, output, one_target)
         again = _scalar_loss(loss, of_two, _twice(one_target))
@@ -189,17 +199,12 @@ def _scalar_loss(loss: Loss, output: Any, targets: Any) -> float:
         value = loss(output, targets)
     except Exception as error:
         raise InputError(
-            f"loss can't be computed from the model's output and a target: {_reason(error)}"
+            f"loss can't be computed from the model's output and a target: {reason(error)}"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"loss returned {shape}; it must be a scalar tensor, the batch's mean")
     return float(value)
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().split("\n")
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _kind(value: Any) -> str:
@@ -209,16 +214,17 @@ def _kind(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _check_labels(output: Any, targets: Any) -> None:
+def _check_labels(output: Any, targets: Any, numbers: Tensor | None) -> None:
     if not is_classification(output, targets):
         raise InputError(
             "the default loss, cross-entropy, takes outputs (samples, classes) and integer labels "
-            f"(samples,), not outputs {_kind(output)} and targets {_kind(targets)}; pass loss= for "
-            "another task"
+            f"(samples,), not outputs {_kind(output)} and targets {_kind(targets)}; for "
+            "another task pass loss= (in Python)"
         )
     wrong = ((targets < 0) | (targets >= output.shape[1])).nonzero().flatten()
     if len(wrong):
+        number = int(wrong[0] if numbers is None else numbers[wrong[0]])
         raise InputError(
-            f"label {int(targets[wrong[0]])} of a sample is out of range: the model's "
+            f"label {int(targets[wrong[0]])} of sample {number} is out of range: the model's "
             f"{output.shape[1]} outputs take labels 0 to {output.shape[1] - 1}"
         )

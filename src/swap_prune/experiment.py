@@ -7,11 +7,11 @@ import platform
 import resource
 import sys
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from swap_prune import data, models, recipe
@@ -73,6 +73,11 @@ def run(
     """
     described = replace(described, seeds=(seed,))
     directory = RunDirectory(out, recipe.dump(described), overwrite)
+    if overwrite and out.resolve() in Path(described.weights or "").resolve().parents:
+        raise InputError(
+            f"weights {described.weights!r} are in out={str(out)!r}, whose run is to be replaced; "
+            "give another directory"
+        )
     if directory.recipe_path.exists() and not overwrite:
         _check_same(recipe.read(directory.recipe_path), described, out)
         if directory.finished:
@@ -124,13 +129,15 @@ def _check_same(present: Recipe, described: Recipe, out: Path) -> None:
     """Raise unless both recipes make the same run; files may have moved, checksums tell."""
     # As YAML has it: a list and a tuple are one.
     there, here = (
-        recipe.dump(replace(one, weights=None, data_directory=None)) for one in (present, described)
+        yaml.safe_load(recipe.dump(replace(one, weights=None, data_directory=None)))
+        for one in (present, described)
     )
-    if there != here:
-        line = next(a for a, b in zip_longest(there.split("\n"), here.split("\n")) if a != b)
-        raise InputError(
-            f"out={str(out)!r} has a run of another recipe, with {line!r}; give another directory"
-        )
+    for field in sorted(there.keys() | here.keys()):
+        if there.get(field) != here.get(field):
+            raise InputError(
+                f"out={str(out)!r} has a run of another recipe: {field} is {there.get(field)!r} "
+                f"there and {here.get(field)!r} here; give another directory"
+            )
 
 
 def _report(
@@ -142,6 +149,7 @@ def _report(
         "sparsity": result.sparsity,
         "nonzeros": result.nonzeros,
         "prunable": sum(mask.numel() for mask in result.masks.values()),
+        "parameters": result.parameters,
         "top1_dense": dense.top1,
         "top5_dense": dense.top5,
         "loss_dense": dense.loss,

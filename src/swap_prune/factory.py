@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from swap_prune.errors import InputError
+from swap_prune.errors import InputError, reason
 
 
 def call_factory(argument: str, reference: str) -> Any:
@@ -30,16 +30,15 @@ def call_factory(argument: str, reference: str) -> Any:
     # The code is the user's: whatever it raises is to be told in one sentence.
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
-            f"{argument} {reference!r} can't be imported ({type(error).__name__}: {error}); "
+            f"{argument} {reference!r} can't be imported ({reason(error)}); "
             "'package.module:factory' is accepted, of a module that is installed or in the current "
             "directory"
         ) from error
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
-            f"{argument} {reference!r} failed when called without arguments "
-            f"({type(error).__name__}: {error})"
+            f"{argument} {reference!r} failed when called without arguments ({reason(error)})"
         ) from error

@@ -23,7 +23,7 @@ from swap_prune.gradients import DenseGradients, gradient_rows
 from swap_prune.gradients.rows import Loss
 from swap_prune.machine import check_memory, most_rows
 from swap_prune.prunable import select_weights
-from swap_prune.pruning import own_copy, read_seeded
+from swap_prune.pruning import check_unmasked, own_copy, read_seeded
 from swap_prune.run_directory import plain
 from swap_prune.settings import COPIES, HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
 
@@ -187,6 +187,8 @@ def noise_report(
         InputError: an argument can't be used.
     """
     check_module(model)
+    check_unmasked(model)
+    samples, samples_per_row, seed = map(settings_of.plain, (samples, samples_per_row, seed))
     if samples_per_row is None:
         raise InputError("samples_per_row=None must be a whole number of at least 1")
     # Magnitude, with nothing held out: the checks of `prune` without those of its regressions.
@@ -212,7 +214,7 @@ def noise_report(
         generator = torch.Generator().manual_seed(seed)
         own = own_copy(model)
         batch, indices = CalibrationStream(source, 0, 0, generator).draw(n * samples_per_row)
-        check_task(own, batch, loss)
+        check_task(own, batch, loss, indices)
         gradients = gradient_rows(
             own, weights, *batch, loss or cross_entropy, samples_per_row, numbers=indices
         )

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from swap_prune.calling import check_module
 from swap_prune.errors import InputError
 
 Selector = str | type[nn.Module]
@@ -63,8 +65,8 @@ class PrunableWeights:
 
 def select_weights(
     model: nn.Module,
-    include: Sequence[Selector] | None = None,
-    exclude: Sequence[Selector] = (),
+    include: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] = (),
 ) -> PrunableWeights:
     """Choose the prunable weights of a model.
 
@@ -82,6 +84,9 @@ def select_weights(
     Raises:
         InputError: if nothing is left, a selector matches nothing, or a weight has no data.
     """
+    check_module(model)
+    include = None if include is None else selectors("include", include)
+    exclude = selectors("exclude", exclude)
     chosen_by = list(DEFAULT_TYPES if include is None else include)
     first_name: dict[int, str] = {}
     included: set[int] = set()
@@ -91,8 +96,8 @@ def select_weights(
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{leaf}" if path else leaf
             first_name.setdefault(id(parameter), name)
-            for selectors, matched in ((chosen_by, included), (exclude, excluded)):
-                hits = {s for s in selectors if _matches(s, name, leaf, module)}
+            for wanted, matched in ((chosen_by, included), (exclude, excluded)):
+                hits = {s for s in wanted if _matches(s, name, leaf, module)}
                 used |= hits
                 if hits:
                     matched.add(id(parameter))
@@ -112,6 +117,16 @@ def select_weights(
     for name in names:
         _check_weight(name, model.get_parameter(name))
     return PrunableWeights(tuple(names), tuple(model.get_parameter(name).shape for name in names))
+
+
+def selectors(name: str, given: Any) -> tuple[Selector, ...]:
+    """The selectors as a tuple; a single one counts as a list of one."""
+    several = (given,) if isinstance(given, (str, type)) else given
+    if not isinstance(several, (list, tuple)) or not all(
+        isinstance(selector, (str, type)) for selector in several
+    ):
+        raise InputError(f"{name}={given!r} must be name patterns or module types")
+    return tuple(several)
 
 
 def _matches(selector: Selector, name: str, leaf: str, module: nn.Module) -> bool:

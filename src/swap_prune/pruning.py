@@ -15,7 +15,7 @@ from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Samples, to_device
 from swap_prune.calling import check_module
-from swap_prune.errors import InputError
+from swap_prune.errors import InputError, reason
 from swap_prune.evaluation import check_task
 from swap_prune.gradients.rows import Loss
 from swap_prune.machine import affordable_memory, check_memory
@@ -133,6 +133,7 @@ def prune(
         **settings,
     )
     check_module(model)
+    check_unmasked(model)
     settings_of.check(given)
     if loss is not None:
         if given.contamination:
@@ -181,8 +182,8 @@ def prune(
     return result
 
 
-def own_copy(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, contiguous as a model read from a file is."""
+def check_unmasked(model: nn.Module) -> None:
+    """Raise if masks hide the model's own weights."""
     if is_masked(model):
         raise InputError("the model has masks; call swap_prune.make_permanent on it first")
     if torch_prune.is_pruned(model):
@@ -190,11 +191,15 @@ def own_copy(model: nn.Module) -> nn.Module:
             "the model has masks of torch.nn.utils.prune; make them permanent first with "
             "torch.nn.utils.prune.remove"
         )
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy on the CPU, contiguous as a model read from a file is."""
     try:
         own = copy.deepcopy(model)
     except Exception as error:  # the model is the user's: anything may come out of it
         raise InputError(
-            f"the model can't be copied ({type(error).__name__}: {error}); it must not keep "
+            f"the model can't be copied ({reason(error)}); it must not keep "
             "activations, locks or open files"
         ) from error
     own.cpu()

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +41,10 @@ LOCK_FILE = ".lock"
 SCRATCH_PREFIX = ".writing-"
 # What to do about a directory that is taken.
 INSTEAD = "give another directory, or --overwrite on the command line"
+# What is read of a result.
+SHOWN = {"prunable", "nonzeros", "configuration"} | {
+    f"{name}{suffix}" for name in ("top1", "top5", "loss") for suffix in ("", "_dense")
+}
 # The tensors of a step, a file each.
 PARTS = ("model", "optimizer", "method")
 
@@ -149,6 +153,11 @@ class RunDirectory:
             for path in (self.path / STAGES).glob("[0-9]*.*"):
                 path.unlink()
 
+    def clear_unless_saved(self) -> None:
+        """Remove a run that has not one step: what it could not begin with may be mended."""
+        if self.last_step() is None:
+            self.clear()
+
     def configure(self, configuration: dict[str, Any]) -> None:
         """Write what is run; raise when another run is here already."""
         if self.overwrite and (self.begun or self.finished):
@@ -226,7 +235,7 @@ class RunDirectory:
         """What `write_result` wrote for a run."""
         path = self.path / RESULT_FILE
         result = self._read_json(path)
-        if not {"top1", "prunable", "configuration"} <= result.keys():
+        if not result.keys() >= SHOWN:
             raise self._damaged(path)
         return result
 
@@ -268,15 +277,16 @@ class RunDirectory:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that is on the disk, whole, before its name is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=SCRATCH_PREFIX, dir=path.parent)
+    # Not tempfile's, which nobody but the owner may read.
+    scratch = path.parent / f"{SCRATCH_PREFIX}{secrets.token_hex(8)}"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(scratch, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(scratch, path)
     finally:
-        Path(name).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
 
 
 def _suffix(part: str) -> str:

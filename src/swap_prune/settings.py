@@ -12,12 +12,18 @@ from torch import Tensor
 from swap_prune.errors import InputError
 from swap_prune.methods import Auto
 from swap_prune.noise import Noise
-from swap_prune.prunable import Selector
+from swap_prune.prunable import Selector, selectors
 from swap_prune.training import FineTuning
 
 METHODS = ("magnitude", "obd", "wf", "cbs", "lr", "ewr")
 # Methods that choose settings on held-out samples and go on correcting weights after the last cut.
 REGRESSIONS = ("lr", "ewr")
+# The settings that only some methods have.
+PARTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("wf", "cbs", *REGRESSIONS): ("damping",),
+    REGRESSIONS: ("first_order", "selection", "memory", "discount", "metric", "block_size"),
+    ("ewr",): ("epsilon", "relative", "mixture", "coupling", "derivative", "alternations"),
+}
 COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
 # At most this many samples are held out, and at most this fraction of the data.
 HELD_OUT_SAMPLES = 1000
@@ -100,8 +106,9 @@ def check(settings: Settings) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             or_auto = ", or 'auto'" if automatic else ""
+            limit = " and below 2**63" if isinstance(value, int) and value >= 2**63 else ""
             raise InputError(
-                f"{name}={value!r} must be a whole number of at least {least}{or_auto}"
+                f"{name}={value!r} must be a whole number of at least {least}{limit}{or_auto}"
             )
     for name in ("relative", "per_layer"):
         if not isinstance(getattr(settings, name), bool):
@@ -124,10 +131,25 @@ def check(settings: Settings) -> None:
         if value != "auto" and not unset:
             _check_number(name, value, f"{described}, or 'auto'", accepts)
     _check_number("discount", settings.discount, "a number in [0, 2]", lambda v: 0 <= v <= 2)
+    for methods, names in PARTS.items():
+        for name in names:
+            value, default = getattr(settings, name), Settings.__dataclass_fields__[name].default
+            if value not in (default, 0) and settings.method not in methods:
+                raise InputError(
+                    f"{name}={value!r} has no part in method={settings.method!r}; "
+                    f"{', '.join(methods)} {'have' if len(methods) > 1 else 'has'} it"
+                )
+    if settings.correcting and not isinstance(settings.schedule, str):
+        raise InputError(
+            f"correcting={settings.correcting} has no part in a schedule of one's own; repeat its "
+            "last sparsity instead"
+        )
 
 
 def plain(value: Any) -> Any:
-    """NumPy's and torch's numbers and arrays as Python's."""
+    """NumPy's and torch's numbers and arrays, alone or in lists, as Python's."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
     return value.tolist() if isinstance(value, (np.generic, np.ndarray, Tensor)) else value
 
 
@@ -139,12 +161,6 @@ def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
 
 def resolve(given: Settings, available: int) -> Settings:
     """Fill in what depends on the amount of data; raise when there is too little of it."""
-    for name in ("memory", "discount", "metric", "block_size"):
-        if getattr(given, name) not in (None, 0) and given.method not in REGRESSIONS:
-            raise InputError(
-                f"{name}={getattr(given, name)} has no part in method={given.method!r}; "
-                f"{' and '.join(REGRESSIONS)} have it"
-            )
     asked = (given.samples or 1) * (given.samples_per_row or 1)
     held_out = given.held_out
     if held_out is None:
@@ -169,6 +185,8 @@ def resolve(given: Settings, available: int) -> Settings:
     automatic = [name for name, value in chosen_by_loss.items() if value == "auto"]
     if held_out == 0 and automatic:
         fewer = "fewer samples" if available > 1 else "more calibration samples"
+        if given.held_out == 0:
+            fewer = "held_out a larger number"
         raise InputError(
             f"held_out is 0 of {available} calibration samples, but {automatic[0]}='auto' is "
             f"chosen on held-out samples; give {fewer}, or a number for {', '.join(automatic)}"
@@ -210,8 +228,8 @@ def resolve(given: Settings, available: int) -> Settings:
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),
         held_out=held_out,
-        include=None if given.include is None else _selectors("include", given.include),
-        exclude=_selectors("exclude", given.exclude),
+        include=None if given.include is None else selectors("include", given.include),
+        exclude=selectors("exclude", given.exclude),
     )
 
 
@@ -225,16 +243,6 @@ def remembered_rows(samples: int, p: int, spare: int) -> int:
     """
     affordable = max(LEAST_MEMORY, MEMORY_NUMBERS // p)
     return max(0, min(max(LEAST_MEMORY, ROWS_IN_ALL - samples), affordable, spare // COPIES))
-
-
-def _selectors(name: str, given: Any) -> tuple[Selector, ...]:
-    """The selectors as a tuple; a single one counts as a list of one."""
-    selectors = (given,) if isinstance(given, (str, type)) else given
-    if not isinstance(selectors, (list, tuple)) or not all(
-        isinstance(selector, (str, type)) for selector in selectors
-    ):
-        raise InputError(f"{name}={given!r} must be name patterns or module types")
-    return tuple(selectors)
 
 
 def describe(settings: Settings) -> dict[str, Any]:

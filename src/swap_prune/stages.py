@@ -22,7 +22,7 @@ from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples, to_device
 from swap_prune.calling import fastest_format, formatted
-from swap_prune.errors import DivergedError, NotFiniteError
+from swap_prune.errors import DivergedError, InputError, NotFiniteError
 from swap_prune.evaluation import (
     beyond_chance,
     check_task,
@@ -71,6 +71,7 @@ class PruneResult:
         masks: by parameter name, True where a weight stays.
         sparsity: the fraction of the prunable weights that is zero.
         nonzeros: how many are not.
+        parameters: how many numbers the model's parameters have in all, prunable or not.
         layer_sparsity: the fraction of zeros by parameter name.
         history: one dict a stage or epoch: sparsity, nonzeros, held-out loss and top-1, the
             settings chosen, seconds.
@@ -82,6 +83,7 @@ class PruneResult:
     masks: dict[str, Tensor]
     sparsity: float
     nonzeros: int
+    parameters: int
     layer_sparsity: dict[str, float]
     history: list[dict[str, Any]]
     seconds: dict[str, float]
@@ -140,13 +142,18 @@ class Run:
                 return self._report()
             with directory.lock():
                 directory.configure(self._configuration())
-                self._advance(sparsities, directory)
+                try:
+                    self._advance(sparsities, directory)
+                except InputError:
+                    directory.clear_unless_saved()
+                    raise
                 directory.write_model(self.model)
             return self._report()
 
     def _configuration(self) -> dict[str, Any]:
         """What a run has to share with another to be continued by it."""
         inputs, targets = self._first_samples()
+        check_task(self.model, (inputs, targets), self.given_loss)
         # Random transforms may differ from process to process, if torch's seed is not theirs.
         fixed = _fingerprint(inputs) == _fingerprint(self._first_samples()[0])
         return {
@@ -260,6 +267,7 @@ class Run:
             masks=masks,
             sparsity=1 - nonzeros / self.weights.size,
             nonzeros=nonzeros,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             layer_sparsity={name: 1 - float(m.float().mean()) for name, m in masks.items()},
             history=self.history,
             seconds=self.seconds,
@@ -295,7 +303,7 @@ class Run:
             self.stream.hold_out()
         if self._draws():
             batch, indices = self.stream.draw(self._stage_samples())
-            check_task(self.model, batch, self.given_loss)
+            check_task(self.model, batch, self.given_loss, indices)
             generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             if number == 1 and self.noises:
                 self._calibrate_noise(batch, indices, generator)
@@ -428,7 +436,7 @@ class Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed(number))
             inputs, targets = self.stream.held_out()
-        check_task(self.model, (inputs, targets), self.given_loss)
+        check_task(self.model, (inputs, targets), self.given_loss, self.stream.held_out_indices)
         batch = formatted(inputs, fastest_format(self.model, inputs)), targets
         generator = torch.Generator().manual_seed(self._seed(number))
         # Without rows there is nothing to calibrate noise by.

@@ -51,7 +51,8 @@ def _kind(tensor: Tensor) -> str:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise InputError(f"weights {str(path)!r} don't exist; a safetensors file is accepted")
+        what = "are a directory" if path.is_dir() else "don't exist"
+        raise InputError(f"weights {str(path)!r} {what}; a safetensors file is accepted")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
