@@ -603,6 +603,7 @@ class Triples(Ragged):
     ("given", "message"),
     [
         ({"method": "lr", "epsilon": 0.1}, "epsilon=0.1 has no part in method='lr'; ewr has it"),
+        ({"method": "lr", "relative": False}, "relative=False has no part in method='lr'"),
         ({"method": "magnitude", "damping": 0.1}, "damping=0.1 has no part in method='magnitude'"),
         ({"method": "wf", "memory": 5}, "memory=5 has no part in method='wf'; lr, ewr have it"),
         ({"schedule": [0.2, 0.5], "correcting": 1}, "no part in a schedule of one's own"),

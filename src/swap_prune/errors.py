@@ -7,7 +7,8 @@ class InputError(ValueError):
 
 def reason(error: BaseException) -> str:
     """What somebody else's code raised, on one line."""
-    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
 
 
 class NotFiniteError(InputError):
