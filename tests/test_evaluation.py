@@ -25,6 +25,33 @@ def test_the_mean_of_the_groups_is_that_of_the_samples(samples):
     assert len(losses) >= min(samples, GROUPS)
 
 
+def test_groups_of_a_classifier_are_evaluated_together():
+    calls = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            calls.append(len(x))
+            return super().forward(x)
+
+    model = Counted(6, 3)
+    batch = torch.randn(107, 6), torch.randint(3, (107,))
+    losses = group_losses(model, batch, cross_entropy)
+    assert calls == [107]
+    parts = zip(*(tensor.split(107 // GROUPS) for tensor in batch), strict=True)
+    sums = [len(y) * cross_entropy(model(x), y).item() for x, y in parts]
+    torch.testing.assert_close(losses * 107 / len(sums), torch.tensor(sums, dtype=torch.float64))
+
+
+def test_outputs_of_another_kind_are_those_of_their_group():
+    class Mean(nn.Module):
+        def forward(self, x):
+            return {"mean": x.mean()}
+
+    x, labels = torch.randn(40, 3), torch.zeros(40, dtype=torch.long)
+    losses = group_losses(Mean(), (x, labels), lambda out, t: out["mean"])
+    torch.testing.assert_close(losses, torch.stack([g.mean() for g in x.split(2)]).double())
+
+
 def test_a_loss_that_is_no_number_counts_as_infinite():
     batch = (torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 0]))
     assert mean_loss(nn.Linear(1, 2), batch, cross_entropy) == float("inf")

@@ -96,13 +96,33 @@ def group_losses(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
 
 def _losses(model: nn.Module, batch: Batch, loss: Loss, most: int) -> Tensor:
     """The losses of parts of at most `most` samples, as sums in units of the mean part."""
-    sums, end = [], 0
-    for part, output in outputs_of(model, batch[0], most):
-        targets = tree_map(lambda leaf, part=part: leaf[part], batch[1])
-        sums.append((part.stop - part.start) * float(loss(output, targets)))
-        end = part.stop
-    found = torch.tensor(sums, dtype=torch.float64) * len(sums) / end
+    sums, sizes = [], []
+    for size, output, targets in _parts(model, batch, most):
+        sums.append(size * float(loss(output, targets)))
+        sizes.append(size)
+    found = torch.tensor(sums, dtype=torch.float64) * len(sums) / sum(sizes)
     return found.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+
+
+def _parts(model: nn.Module, batch: Batch, most: int) -> Iterator[tuple[int, Any, Any]]:
+    """Parts of at most `most` samples: how many they are, their outputs and targets.
+
+    A classifier is called on several parts at once, for calls of a small one cost more than its
+    arithmetic; what other outputs are made of is not known.
+    """
+    inputs, targets = batch
+    size = min(most, batch_samples(inputs))
+    at_once = size * (batch_samples(inputs) // size) if _are_labels(targets) else size
+    for part, output in outputs_of(model, inputs, at_once):
+        x, y = tree_map(lambda leaf, part=part: leaf[part], batch)
+        if at_once == size:
+            yield part.stop - part.start, output, y
+        elif is_classification(output, y):
+            for some, labels in zip(output.split(size), y.split(size), strict=True):
+                yield len(labels), some, labels
+        else:
+            for few, some in outputs_of(model, x, size):
+                yield few.stop - few.start, some, y[few]
 
 
 def beyond_chance(losses: Tensor, others: Tensor) -> bool:
@@ -137,10 +157,12 @@ def batch_samples(inputs: Any) -> int:
 
 def is_classification(output: Any, targets: Any) -> bool:
     """Whether outputs are (samples, classes) and targets integer labels (samples,)."""
+    return isinstance(output, Tensor) and output.ndim == 2 and _are_labels(targets)
+
+
+def _are_labels(targets: Any) -> bool:
     return (
-        isinstance(output, Tensor)
-        and isinstance(targets, Tensor)
-        and output.ndim == 2
+        isinstance(targets, Tensor)
         and targets.ndim == 1
         and not targets.is_floating_point()
         and not targets.is_complex()

@@ -293,12 +293,17 @@ def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, blo
                 raise NotFactorableError("the layer's input was changed in place")
             part = by_parameter[id(layer.weight)]
             place = block[:, part].unflatten(1, layer.weight.shape)
+            first = id(layer.weight) not in written
+            written.add(id(layer.weight))
+            if first and isinstance(layer, nn.Linear):
+                # In place: fresh memory for the product would take longer than the product.
+                _linear_rows(a, b, len(block), out=place)
+                return
             gradient = _layer_rows(worker, layer, a, b, len(block))
-            if id(layer.weight) in written:
-                place += gradient
-            else:
+            if first:
                 place.copy_(gradient)
-                written.add(id(layer.weight))
+            else:
+                place += gradient
 
         output.register_hook(contribute)
         return output
@@ -335,10 +340,7 @@ def _layer_rows(
     They may lie in a buffer of the worker's.
     """
     if isinstance(layer, nn.Linear):
-        # Samples of a row and positions inside a sample are summed alike.
-        return torch.bmm(
-            b.reshape(rows, -1, b.shape[-1]).transpose(1, 2), a.reshape(rows, -1, a.shape[-1])
-        )
+        return _linear_rows(a, b, rows)
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -350,6 +352,13 @@ def _layer_rows(
             return _line_rows(worker, layer, a, b, sides, rows)
         return _kernel_rows(layer, a, b, sides, rows)
     return _grouped_rows(layer, a, b, padding, rows)
+
+
+def _linear_rows(a: Tensor, b: Tensor, rows: int, out: Tensor | None = None) -> Tensor:
+    """Gradients (rows, outputs, inputs) of a Linear layer's weight."""
+    # Samples of a row and positions inside a sample are summed alike.
+    lefts, rights = (x.reshape(rows, -1, x.shape[-1]) for x in (b, a))
+    return torch.bmm(lefts.transpose(1, 2), rights, out=out)
 
 
 def _is_channels_last(a: Tensor) -> bool:
