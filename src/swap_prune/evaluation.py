@@ -17,10 +17,10 @@ from swap_prune.calling import call, check_module, evaluation_mode, fastest_form
 from swap_prune.errors import InputError, reason
 from swap_prune.gradients.rows import Loss
 
-# Numbers in a batch's inputs: 250 CIFAR images keep the cores busy, and the activations of 16
-# ImageNet images still lie in cache.
+# Numbers in a batch's inputs, and samples: the activations of 16 ImageNet images still lie in
+# cache, and those of 100 CIFAR images in memory that the allocator hands out again.
 BATCH_NUMBERS = 2_400_000
-MOST_SAMPLES = 250
+MOST_SAMPLES = 100
 # Held-out samples are evaluated in about this many groups, whose spread tells what is chance.
 GROUPS = 20
 # A gain has to be above so many standard errors of itself, which is taken group by group: with few
