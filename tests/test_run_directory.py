@@ -358,3 +358,33 @@ def test_files_may_be_read_as_the_user_has_set_it(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "result.json").stat().st_mode & 0o777 == 0o644
+
+
+def files_below(path):
+    return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("failure", [InputError("bad data"), KeyboardInterrupt()])
+def test_a_run_is_replaced_by_one_that_has_saved_a_step(finished, tmp_path, monkeypatch, failure):
+    """Not by one that fails before, be it after another that was killed."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "stages" / "notes.txt").write_text("the user's own")
+    before = files_below(tmp_path)
+
+    def fails(error):
+        def stage(*_):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("swap_prune.stages.Run._checked_stage", stage)
+            with pytest.raises(type(error)):
+                run(RunDirectory(tmp_path, overwrite=True), sparsity=0.8)
+
+    fails(failure)
+    fails(InputError("bad data"))
+    assert files_below(tmp_path) == before
+    run(RunDirectory(tmp_path, overwrite=True), sparsity=0.8, stages=2, fine_tuning=None)
+    after = files_below(tmp_path)
+    assert not [path for path in after if path.parts[0] == ".replaced" or "0003" in path.name]
+    assert after[Path("stages/notes.txt")] == b"the user's own"
+    assert after[Path("model.safetensors")] != before[Path("model.safetensors")]

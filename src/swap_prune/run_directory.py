@@ -8,6 +8,7 @@
     DIR/stages/0001.json         history, where the method's searches begin, checksums; written last
     DIR/model.safetensors        the end
     DIR/result.json              of runs from the command line
+    DIR/.replaced                the run that is overwritten, until the new one has saved a step
 
 Every file appears whole or not at all. A step counts once its JSON file is there.
 """
@@ -20,6 +21,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ CONFIGURATION_FILE = "configuration.json"
 RECIPE_FILE = "recipe.yaml"
 STAGES = "stages"
 LOCK_FILE = ".lock"
+REPLACED = ".replaced"
 SCRATCH_PREFIX = ".writing-"
 # What to do about a directory that is taken.
 INSTEAD = "give another directory, or --overwrite on the command line"
@@ -74,7 +77,7 @@ class RunDirectory:
     Args:
         path: the directory; created when something is first written.
         recipe: the text of the recipe that a new run comes from.
-        overwrite: whether `configure` removes the run that is there.
+        overwrite: whether `configure` begins a run in place of the one that is there.
     """
 
     def __init__(
@@ -148,20 +151,40 @@ class RunDirectory:
     def clear(self) -> None:
         """Remove the run that is here, and nothing else; the caller holds the lock."""
         with self._writing():
-            for name in (RESULT_FILE, CONFIGURATION_FILE, RECIPE_FILE, MODEL_FILE):
-                (self.path / name).unlink(missing_ok=True)
-            for path in (self.path / STAGES).glob("[0-9]*.*"):
+            for path in _files_of_run(self.path):
                 path.unlink()
 
     def clear_unless_saved(self) -> None:
-        """Remove a run that has not one step: what it could not begin with may be mended."""
-        if self.last_step() is None:
-            self.clear()
+        """Remove a run that has not one step: what it could not begin with may be mended.
+
+        The run that it was to replace is back then.
+        """
+        if self.last_step() is not None:
+            return
+        self.clear()
+        self._move(self.path / REPLACED, self.path)
+
+    def _set_aside(self) -> None:
+        """Make room for a new run; the one that is here is kept while the new one may yet fail."""
+        # What is aside already is a run, and what took its place has not come to a first step.
+        if not (self.path / REPLACED).exists():
+            self._move(self.path, self.path / REPLACED)
+        self.clear()
+
+    def _move(self, source: Path, target: Path) -> None:
+        """Move a run to another folder; its own, if it is not this one, goes."""
+        with self._writing():
+            for path in _files_of_run(source):
+                destination = target / path.relative_to(source)
+                destination.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, destination)
+        if source != self.path:
+            shutil.rmtree(source, ignore_errors=True)
 
     def configure(self, configuration: dict[str, Any]) -> None:
         """Write what is run; raise when another run is here already."""
         if self.overwrite and (self.begun or self.finished):
-            self.clear()
+            self._set_aside()
         configuration = json.loads(_as_json(configuration))
         if not self.begun:
             self._check_no_end()
@@ -211,6 +234,7 @@ class RunDirectory:
             # What only a continued run needs: the last step's, and one more should that be damaged.
             for part in PARTS[1:]:
                 (folder / f"{step.number - 2:04d}{_suffix(part)}.safetensors").unlink(True)
+            shutil.rmtree(self.path / REPLACED, ignore_errors=True)
 
     def last_step(self) -> Step | None:
         """The latest step saved; raise when its files are not what was written."""
@@ -287,6 +311,12 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _files_of_run(folder: Path) -> list[Path]:
+    """The files of the run in a folder; whatever else is there is the user's."""
+    ends = (folder / name for name in (RESULT_FILE, CONFIGURATION_FILE, RECIPE_FILE, MODEL_FILE))
+    return [*(path for path in ends if path.exists()), *(folder / STAGES).glob("[0-9]*.*")]
 
 
 def _suffix(part: str) -> str:
