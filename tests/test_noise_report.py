@@ -263,7 +263,7 @@ CLEAN_LABELS = {"classes": 10, "contamination": 0.001, "contamination_gain": 0.1
         ({"agreement": 0.4}, ("ewr", 16), "agree to 0.40"),
         ({"tail_index": 1.3}, ("ewr", 16), "tail index of the row norms is 1.30"),
         ({"tail_index": 1.3, "available": 5000}, ("ewr", 4), "1.30"),
-        ({"agreement": 0.4, "available": 1200}, ("ewr", 1), "allow only 1"),
+        ({"agreement": 0.4, "available": 1200}, ("ewr", 1), "not as fewer rows of several"),
         ({"available": 100}, ("ewr", 1), "80 rows"),
     ],
 )
