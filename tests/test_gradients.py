@@ -133,6 +133,12 @@ CASES = {
         None,
         True,
     ),
+    "float64": (
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(),
+        lambda n: torch.randn(n, 5, dtype=torch.float64),
+        None,
+        True,
+    ),
     "reused layer": (Reused, lambda n: torch.randn(n, 6), None, True),
     "tuple inputs": (TwoInputs, lambda n: (torch.randn(n, 5), torch.randn(n, 3)), None, True),
     "dict inputs": (
@@ -188,7 +194,7 @@ def test_rows_equal_single_backward_passes(case, m, monkeypatch):
         rows_module, "_fill_vectorised", lambda *a: (calls.append(1), vectorised(*a))
     )
     G = gradient_rows(model, weights, inputs, targets, functional.cross_entropy, m)
-    torch.testing.assert_close(G.rows(), expected, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(G.rows(), expected.float(), rtol=2e-4, atol=1e-6)
     assert bool(calls) != factored
 
 

@@ -295,7 +295,7 @@ def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, blo
             place = block[:, part].unflatten(1, layer.weight.shape)
             first = id(layer.weight) not in written
             written.add(id(layer.weight))
-            if first and isinstance(layer, nn.Linear):
+            if first and isinstance(layer, nn.Linear) and a.dtype == b.dtype == block.dtype:
                 # In place: fresh memory for the product would take longer than the product.
                 _linear_rows(a, b, len(block), out=place)
                 return
