@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from swap_prune import evaluate
-from swap_prune.evaluation import CHANCE, GROUPS, cross_entropy, group_losses, mean_loss
+from swap_prune.evaluation import (
+    CHANCE,
+    GROUPS,
+    MOST_SAMPLES,
+    MOST_VECTORS,
+    batch_samples,
+    cross_entropy,
+    group_losses,
+    mean_loss,
+)
 from swap_prune.gradients import DenseGradients
 from swap_prune.methods.wasserstein import WORTHWHILE, Candidate, _Trial
 from swap_prune.regression import SupportRidge
@@ -40,6 +49,21 @@ def test_groups_of_a_classifier_are_evaluated_together():
     parts = zip(*(tensor.split(87 // GROUPS) for tensor in batch), strict=True)
     sums = [len(y) * cross_entropy(model(x), y).item() for x, y in parts]
     torch.testing.assert_close(losses * 87 / len(sums), torch.tensor(sums, dtype=torch.float64))
+
+
+def test_more_samples_at_once_where_each_becomes_one_vector():
+    images, tokens = torch.zeros(1, 1, 8, 8), torch.zeros(1, 5, 8)
+    perceptron = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    convolution = nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten(), nn.Linear(4, 64))
+    assert batch_samples(perceptron, images) == MOST_VECTORS
+    assert batch_samples(convolution, images) == MOST_SAMPLES
+    assert batch_samples(nn.Linear(8, 10), tokens) == MOST_SAMPLES
+
+
+def test_the_default_loss_is_cross_entropy():
+    output, labels = torch.randn(7, 4), torch.tensor([0, 3, 1, 2, 2, 0, 1], dtype=torch.uint8)
+    expected = nn.functional.cross_entropy(output, labels.long())
+    torch.testing.assert_close(cross_entropy(output, labels), expected)
 
 
 def test_outputs_of_another_kind_are_those_of_their_group():

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calibration import Batch, Samples, to_device
 from swap_prune.calling import call, check_module, evaluation_mode, fastest_format, formatted
+from swap_prune.contamination import log_likelihoods
 from swap_prune.errors import InputError, reason
 from swap_prune.gradients.rows import Loss
 
 # Numbers in a batch's inputs, and samples: the activations of 16 ImageNet images still lie in
-# cache, and those of 100 CIFAR images in memory that the allocator hands out again.
+# cache, and those of 100 CIFAR images in memory that the allocator hands out again. Vectors have
+# none that are much larger than themselves.
 BATCH_NUMBERS = 2_400_000
 MOST_SAMPLES = 100
+MOST_VECTORS = 1000
 # Held-out samples are evaluated in about this many groups, whose spread tells what is chance.
 GROUPS = 20
 # A gain has to be above so many standard errors of itself, which is taken group by group: with few
@@ -61,7 +63,7 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
     classifier = True
     first = to_device(samples.read(torch.arange(1)), device)
     check_task(model, first, loss)
-    memory_format, size = fastest_format(model, first[0]), batch_samples(first[0])
+    memory_format, size = fastest_format(model, first[0]), batch_samples(model, first[0])
     for start in range(0, len(samples), size):
         indices = torch.arange(start, min(start + size, len(samples)))
         inputs, targets = to_device(samples.read(indices), device)
@@ -111,8 +113,9 @@ def _parts(model: nn.Module, batch: Batch, most: int) -> Iterator[tuple[int, Any
     arithmetic; what other outputs are made of is not known.
     """
     inputs, targets = batch
-    size = min(most, batch_samples(inputs))
-    at_once = size * (batch_samples(inputs) // size) if _are_labels(targets) else size
+    largest = batch_samples(model, inputs)
+    size = min(most, largest)
+    at_once = size * (largest // size) if _are_labels(targets) else size
     for part, output in outputs_of(model, inputs, at_once):
         x, y = tree_map(lambda leaf, part=part: leaf[part], batch)
         if at_once == size:
@@ -136,10 +139,10 @@ def beyond_chance(losses: Tensor, others: Tensor) -> bool:
 
 
 def outputs_of(
-    model: nn.Module, inputs: Any, most: int = MOST_SAMPLES
+    model: nn.Module, inputs: Any, most: int = MOST_VECTORS
 ) -> Iterator[tuple[slice, Any]]:
     """The model's outputs, in eval mode and without gradients, for slices of at most `most`."""
-    samples, size = tree_leaves(inputs)[0].shape[0], min(most, batch_samples(inputs))
+    samples, size = tree_leaves(inputs)[0].shape[0], min(most, batch_samples(model, inputs))
     with evaluation_mode(model):
         for start in range(0, samples, size):
             part = slice(start, min(start + size, samples))
@@ -149,10 +152,16 @@ def outputs_of(
             yield part, output
 
 
-def batch_samples(inputs: Any) -> int:
+def batch_samples(model: nn.Module, inputs: Any) -> int:
     """How many samples like these (samples first) to evaluate at once."""
     numbers = sum(leaf[0].numel() for leaf in tree_leaves(inputs))
-    return max(1, min(MOST_SAMPLES, BATCH_NUMBERS // max(1, numbers)))
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    # A layer that takes all of a sample makes one vector of it.
+    vectors = any(layer.in_features == numbers for layer in layers) and all(
+        parameter.ndim <= 2 for parameter in model.parameters()
+    )
+    most = MOST_VECTORS if vectors else MOST_SAMPLES
+    return max(1, min(most, BATCH_NUMBERS // max(1, numbers)))
 
 
 def is_classification(output: Any, targets: Any) -> bool:
@@ -171,7 +180,7 @@ def _are_labels(targets: Any) -> bool:
 
 def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
     """The default loss, for integer labels of any width."""
-    return functional.cross_entropy(output, targets.long())
+    return -log_likelihoods(output, targets).mean()
 
 
 def check_task(
