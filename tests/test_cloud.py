@@ -170,15 +170,6 @@ def test_columns_that_were_cut_are_not_missed():
     assert bool((cloud.gradients.rows()[3:, 1] == 0).all())
 
 
-@pytest.mark.parametrize("support", [[0, 1], [0, 4], [1, 2, 3], [1, 4], [0, 1, 2, 3, 4]])
-def test_columns_that_come_back_are_zero_in_memory(support):
-    memory = RowMemory(5, 0.0)
-    remember(memory, matrix(3, 5, 0), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]))
-    gradients = memory.cloud(DenseGradients(matrix(3, 5, 1))).gradients
-    there = gradients.columns(torch.tensor(support)).rows()
-    torch.testing.assert_close(there, gradients.rows()[:, support])
-
-
 def test_large_models_remember_less_unless_told_to(monkeypatch):
     model = trained()
     numbers = 60 * sum(p.numel() for p in model.parameters() if p.ndim > 1)

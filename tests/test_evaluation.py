@@ -76,6 +76,24 @@ def test_outputs_of_another_kind_are_those_of_their_group():
     torch.testing.assert_close(losses, torch.stack([g.mean() for g in x.split(2)]).double())
 
 
+def test_counts_are_no_classes():
+    model, counts = nn.Linear(3, 1), torch.randint(0, 9, (40,))
+    x, loss = torch.randn(40, 3), lambda output, y: (output[:, 0] - y).square().mean()
+    score = evaluate(model, (x, counts), loss)
+    assert score.top1 is score.top5 is None
+    assert score.loss == pytest.approx(loss(model(x), counts).item(), rel=1e-5)
+
+
+def test_outputs_that_are_more_than_the_samples_are_those_of_their_group():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, x])
+
+    x, labels = torch.randn(40, 3), torch.zeros(40, dtype=torch.long)
+    losses = group_losses(Twice(), (x, labels), lambda output, y: output.mean())
+    torch.testing.assert_close(losses, torch.stack([g.mean() for g in x.split(2)]).double())
+
+
 def test_a_loss_that_is_no_number_counts_as_infinite():
     batch = (torch.tensor([[1.0], [float("nan")]]), torch.tensor([0, 0]))
     assert mean_loss(nn.Linear(1, 2), batch, cross_entropy) == float("inf")
@@ -83,7 +101,11 @@ def test_a_loss_that_is_no_number_counts_as_infinite():
 
 def test_an_output_that_is_no_number_is_no_right_answer():
     x = torch.tensor([[float("nan")], [1.0]])
-    score = evaluate(nn.Linear(1, 1), (x, torch.tensor([0, 0])))
+    model = nn.Linear(1, 2)
+    nn.init.zeros_(model.weight[1:])
+    nn.init.ones_(model.weight[:1])
+    nn.init.zeros_(model.bias)
+    score = evaluate(model, (x, torch.tensor([0, 0])))
     assert (score.top1, score.top5) == (50.0, 50.0)
 
 

@@ -268,6 +268,17 @@ def test_per_layer_budget_of_a_model_that_is_sparse_already():
         assert int(result.masks["2.weight"].sum()) == 18
 
 
+@pytest.mark.parametrize("selection", ["saliency", "iht"])
+@pytest.mark.parametrize("method", ["lr", "ewr"])
+def test_zeros_that_the_model_had_stay(method, selection):
+    model = trained()
+    with torch.no_grad():
+        model[0].weight[2:] = 0.0
+    zeros = weights_of(model) == 0
+    result = prune(model, samples(), sparsity=0.2, method=method, selection=selection, **QUICK)
+    assert bool((weights_of(result.model)[zeros] == 0).all())
+
+
 def test_a_single_sample_has_no_batchnorm_statistics():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
     model.unused = nn.BatchNorm1d(2)

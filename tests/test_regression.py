@@ -203,6 +203,9 @@ def test_budgets_are_exact():
         assert min(budget.counts) >= (1 if k > 1 else 0)
     tiny = Budget.per_layer([slice(0, 100), slice(100, 106)], 5)
     assert tiny.counts == (4, 1)
+    # The shares of MLPNet's layers are 31.0, 0.8 and 0.2 of a weight.
+    layers = [slice(0, 31360), slice(31360, 32160), slice(32160, 32360)]
+    assert Budget.per_layer(layers, 32).counts == (30, 1, 1)
     assert Budget.over_all(6, 4).select(torch.tensor([1.0, -torch.inf, 2.0] * 2)).tolist() == [
         0, 2, 3, 5,
     ]  # fmt: skip

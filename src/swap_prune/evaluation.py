@@ -37,7 +37,7 @@ class Evaluation:
     Attributes:
         loss: the mean loss.
         top1: percentage of samples whose label scores highest; None unless the model is a
-            classifier (outputs (samples, classes), integer labels (samples,)).
+            classifier (outputs (samples, classes), integer labels (samples,), each of a class).
         top5: percentage of samples whose label is among the five highest.
         samples: how many there were.
     """
@@ -72,7 +72,7 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
         with torch.no_grad(), evaluation_mode(model):
             output = call(model, inputs)
             total += len(indices) * float((loss or cross_entropy)(output, targets))
-        classifier = classifier and is_classification(output, targets)
+        classifier = classifier and _names_classes(output, targets)
         if classifier:
             ranks = output.topk(min(5, output.shape[1])).indices == targets[:, None]
             # A NaN ranks highest, but it is no answer.
@@ -120,7 +120,7 @@ def _parts(model: nn.Module, batch: Batch, most: int) -> Iterator[tuple[int, Any
         x, y = tree_map(lambda leaf, part=part: leaf[part], batch)
         if at_once == size:
             yield part.stop - part.start, output, y
-        elif is_classification(output, y):
+        elif _names_classes(output, y):
             for some, labels in zip(output.split(size), y.split(size), strict=True):
                 yield len(labels), some, labels
         else:
@@ -167,6 +167,19 @@ def batch_samples(model: nn.Module, inputs: Any) -> int:
 def is_classification(output: Any, targets: Any) -> bool:
     """Whether outputs are (samples, classes) and targets integer labels (samples,)."""
     return isinstance(output, Tensor) and output.ndim == 2 and _are_labels(targets)
+
+
+def _names_classes(output: Any, targets: Any) -> bool:
+    """Whether that is so, and every sample's label names one of several classes.
+
+    With a loss of the user's own, integers may be counts, and outputs a point in space.
+    """
+    return (
+        is_classification(output, targets)
+        and len(output) == len(targets)
+        and output.shape[1] > 1
+        and bool(((targets >= 0) & (targets < output.shape[1])).all())
+    )
 
 
 def _are_labels(targets: Any) -> bool:

@@ -73,7 +73,8 @@ def run(
     """
     described = replace(described, seeds=(seed,))
     directory = RunDirectory(out, recipe.dump(described), overwrite)
-    if overwrite and out.resolve() in Path(described.weights or "").resolve().parents:
+    inside = described.weights and out.resolve() in Path(described.weights).resolve().parents
+    if overwrite and inside:
         raise InputError(
             f"weights {described.weights!r} are in out={str(out)!r}, whose run is to be replaced; "
             "give another directory"

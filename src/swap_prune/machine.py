@@ -1,22 +1,21 @@
-"""What the machine can hold, and how its memory is handed out."""
+"""What the machine can hold."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-from collections.abc import Iterator
+from pathlib import Path
 
 from swap_prune import settings as settings_of
 from swap_prune.errors import InputError
 
 # Of a row: G's float32, and a copy of the columns of the weights that are left.
 BYTES_A_WEIGHT = 8
-# What glibc's mallopt calls its settings.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-# Where glibc's own adjustment of the threshold ends, and how many maps it allows.
-MMAP_THRESHOLD = 32 * 2**20
-MMAP_MAX = 2**16
+# Where Linux says how much memory a container has, in bytes: version 2 of its groups, and 1.
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 def affordable_memory(n: int, p: int) -> int:
@@ -26,8 +25,9 @@ def affordable_memory(n: int, p: int) -> int:
 
 def check_memory(n: int, p: int, remembered: int = 0) -> None:
     """Raise before gradient matrices are asked for that the machine can't hold."""
-    if n + remembered > most_rows(p):
-        needed = BYTES_A_WEIGHT * (n + remembered) * p
+    rows = n + settings_of.COPIES * remembered
+    if rows > most_rows(p):
+        needed = BYTES_A_WEIGHT * rows * p
         raise InputError(
             f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights need "
             f"{needed / 2**30:.0f} GiB, and this machine has {_memory() / 2**30:.0f}; give fewer "
@@ -41,27 +41,9 @@ def most_rows(p: int) -> int:
 
 
 def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory for the next matrix of the same size, and give it back at the end.
-
-    glibc returns large blocks to the system at once, which then clears every page anew: about a
-    sixth of the time of a run of small networks. Elsewhere than on glibc nothing happens.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
-        yield
-        return
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)
-    try:
-        yield
-    finally:
-        # glibc can't be told to adjust itself again: what it would have come to with large blocks.
-        libc.mallopt(M_MMAP_MAX, MMAP_MAX)
-        libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * MMAP_THRESHOLD)
-        libc.malloc_trim(0)
+    """The bytes that this process may have: the machine's, or fewer in a container."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limits.append(int(file.read_text()))
+    return min(limits)

@@ -71,7 +71,9 @@ class Budget:
         counts = [min(room[i], max(least, int(value))) for i, value in enumerate(exact)]
         while sum(counts) != k:
             step = 1 if sum(counts) < k else -1
-            able = [i for i, left in enumerate(room) if 0 <= counts[i] + step <= left]
+            able = [
+                i for i, left in enumerate(room) if min(least, left) <= counts[i] + step <= left
+            ]
             # The layer that is furthest from its share, on the side to be mended.
             counts[max(able, key=lambda i: step * (exact[i] - counts[i]))] += step
         return cls(tuple(layers), tuple(counts))
@@ -128,7 +130,7 @@ def hard_threshold_descent(
 
     Each iteration takes the closed-form best step on the current support if it keeps the support;
     otherwise the largest step that keeps it, then larger ones while the objective falls. The
-    objective never rises.
+    objective never rises. Weights that are zero in `w_bar` stay so: what is cut does not come back.
 
     Args:
         gradients: G (n, p).
@@ -148,6 +150,7 @@ def hard_threshold_descent(
     value = _value(x, targets, w - w_bar, damping)
     for _ in range(iterations):
         slope = gradients.T @ ((x - targets) / n) + damping * (w - w_bar)
+        slope[w_bar == 0] = 0.0
         inside = torch.where(w != 0, slope, 0.0)
         curvature = (gradients @ inside).square().sum() / n + damping * inside.square().sum()
         best_step = float(inside.square().sum() / curvature) if curvature > 0 else 0.0

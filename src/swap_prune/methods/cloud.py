@@ -188,13 +188,8 @@ class _OnSupport(GradientOperator):
         self.shape = (len(matrix), p)
 
     def columns(self, support: Tensor, out: Tensor | None = None) -> GradientOperator:
-        """The columns `support` (s,); those not held, of weights that came back, are zero."""
-        places = torch.searchsorted(self.support, support).clamp_max(len(self.support) - 1)
-        missing = self.support[places] != support
-        if not bool(missing.any()):
-            return self.inner.columns(places, out)
-        matrix = torch.index_select(self.inner.matrix, 1, places, out=out)
-        return DenseGradients(matrix.masked_fill_(missing, 0.0))
+        """The columns `support` (s,), all of them held: weights that were cut don't come back."""
+        return self.inner.columns(torch.searchsorted(self.support, support), out)
 
     def gram(self) -> Tensor:
         """`R Rᵀ` (r, r) in float64."""
