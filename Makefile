@@ -29,13 +29,13 @@ format: $(VENV)/installed  ## format and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-benchmarks: $(VENV)/installed  ## the figures of README and docs, as JSON (many hours; resumes)
+benchmarks: $(VENV)/installed  ## speed, ablations and robustness, as JSON (hours)
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.sample_complexity
 	$(BIN)/python -m benchmarks.choices --sparsity 0.95 --seeds 1
 	$(BIN)/python -m benchmarks.chita_rows
-	$(BIN)/python -m benchmarks.robustness --networks mlpnet resnet20
-	$(BIN)/python -m benchmarks.ewr_time
+	$(BIN)/python -m benchmarks.robustness --networks mlpnet --seeds 3
+	$(BIN)/python -m benchmarks.ewr_time --samples-per-row 1
 
 clean:  ## remove the virtual environment and what the demo wrote
 	rm -rf $(VENV) demo-output

@@ -89,7 +89,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--method", help=f"{', '.join(METHODS)} (default: ewr)")
     option("--stages", type=int, help="times that weights are cut and gradients taken (15)")
     option("--schedule", type=_schedule, help="cubic, linear, or sparsities as 0.5,0.8,0.9")
-    option("--correcting", type=int, help="last stages that cut nothing (two fifths)")
+    option("--correcting", type=int, help="last stages that cut nothing (lr, ewr: two fifths)")
     option("--samples", type=int, help="rows of gradients a stage (1000)")
     option("--samples-per-row", type=int, help="samples averaged in a row (up to 16)")
     option("--held-out", type=int, help="samples kept back to choose settings by (up to 1000)")
