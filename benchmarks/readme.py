@@ -112,6 +112,27 @@ def trained() -> str:
     return common.rows(headings, lines)
 
 
+def few_images() -> str:
+    """Every method from the same 1,000 images, nothing trained."""
+    methods = {name: UNTRAINED[name] for name in ("magnitude", "wf", "lr", "ewr")}
+    runs = _read("few_images.json")["runs"]
+    lines = []
+    for network, name in NETWORKS.items():
+        for sparsity in sorted({r["sparsity"] for r in runs if r["network"] == network}):
+            scores = [
+                _mean(
+                    [
+                        r["top1"]
+                        for r in runs
+                        if (r["network"], r["sparsity"], r["method"]) == (network, sparsity, m)
+                    ]
+                )
+                for m in methods
+            ]
+            lines.append([name, f"{sparsity:g}", *scores])
+    return common.rows(["", "sparsity", *methods.values()], lines)
+
+
 def efficientnet() -> str:
     """EfficientNet-Lite0, nothing trained."""
     methods = {name: UNTRAINED[name] for name in ("magnitude", "wf", "lr", "ewr")}
@@ -152,6 +173,7 @@ def chita() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "untrained": untrained,
     "trained": trained,
+    "few-images": few_images,
     "efficientnet": efficientnet,
     "chita": chita,
 }

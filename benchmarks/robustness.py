@@ -10,17 +10,12 @@ sets and checkpoints. Every finished run is written at once and never run again.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
 from benchmarks import networks
-from swap_prune import evaluate, models, prune
+from benchmarks.cells import Runs
 
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.9, "stages": 15, "samples": 1000, "samples_per_row": 1, "held_out": 500,
@@ -46,33 +41,19 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/robustness.json"))
     options = parser.parse_args()
-    runs = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
-    done = {(run["network"], run["noise"], run["method"], run["seed"]) for run in runs}
-    wanted = [
-        (network, noise, method, seed)
+    runs = Runs(options.out, options.checkpoints)
+    cells: list[dict[str, Any]] = [
+        {"network": network, "noise": noise, "method": method, "seed": seed}
         for network in options.networks
         for seed in range(options.seeds)
         for noise in options.noises
         for method in METHODS
     ]
-    tasks: dict[str, Any] = {}
-    for cell in tqdm([cell for cell in wanted if cell not in done], unit="run"):
-        network, noise, method, seed = cell
-        if network not in tasks:
-            tasks[network] = networks.load(network, options.checkpoints)
-        model, splits = tasks[network]
-        include = models.PRUNABLE.get(network)
-        settings = {**SETTINGS, "method": method, "noise": NOISES[noise], "seed": seed}
-        result = prune(model, splits.train, include=include, **settings)
-        score = evaluate(result.model, splits.test)
-        figures = {"top1": score.top1, "loss": score.loss, "seconds": result.seconds["total"]}
-        names = dict(zip(("network", "noise", "method", "seed"), cell, strict=True))
-        runs.append({**names, **figures, "settings": result.settings})
-        machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
+    for cell in runs.missing(cells):
+        train = runs.data(cell["network"]).train
+        runs.add(cell, train, noise=NOISES[cell["noise"]], **SETTINGS)
     for network in options.networks:
-        print(table(network, [run for run in runs if run["network"] == network]))
+        print(table(network, [run for run in runs.runs if run["network"] == network]))
 
 
 def table(network: str, runs: list[dict[str, Any]]) -> str:

@@ -1,0 +1,52 @@
+"""Every method from the same few calibration images, as JSON and as a table.
+
+    python -m benchmarks.few_images --networks mlpnet --seeds 3
+
+A run has 1,000 training images, drawn by its seed, and no others: those held out are among them,
+and every stage sees the same ones. 15 stages, defaults otherwise, no training, test images. Needs
+the data sets and checkpoints. Every finished run is written at once and never run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from benchmarks import networks
+from benchmarks.cells import Runs
+
+METHODS = ("magnitude", "wf", "lr", "ewr")
+IMAGES = 1000
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--networks", nargs="+", choices=networks.NETWORKS, default=["mlpnet"])
+    parser.add_argument("--sparsities", nargs="+", type=float, default=[0.8, 0.9, 0.95, 0.98])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/few_images.json"))
+    options = parser.parse_args()
+    runs = Runs(options.out, options.checkpoints)
+    cells: list[dict[str, Any]] = [
+        {"network": network, "sparsity": sparsity, "method": method, "seed": seed}
+        for network in options.networks
+        for seed in range(options.seeds)
+        for sparsity in options.sparsities
+        for method in options.methods
+    ]
+    for cell in runs.missing(cells):
+        train = runs.data(cell["network"]).train
+        drawn = torch.Generator().manual_seed(cell["seed"])
+        images = torch.randperm(len(train), generator=drawn)[:IMAGES].tolist()
+        runs.add(cell, Subset(train, images), sparsity=cell["sparsity"], stages=15)
+
+
+if __name__ == "__main__":
+    main()
