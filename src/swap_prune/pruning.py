@@ -73,8 +73,8 @@ def prune(
             stages: how many times weights are cut and gradients taken anew (15, or the length of
                 one's own schedule).
             schedule: "cubic", "linear", or a list of sparsities, one a stage.
-            correcting: how many of the last stages move weights without cutting any (lr and ewr: two
-                fifths; others, and with a schedule of one's own, none).
+            correcting: how many of the last stages move weights without cutting any (lr and ewr:
+                two fifths; others, and with a schedule of one's own, none).
             samples: rows of G a stage (1000, or as many as the data has).
             samples_per_row: samples averaged in a row (up to 16, as the data allows).
             held_out: samples kept back to choose settings by (a fifth of the data, at most 1000);
