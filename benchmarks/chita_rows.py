@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.9, 0.98])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--correcting", type=int, help="stages that cut nothing (prune's default)")
     parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/chita_rows.json"))
     options = parser.parse_args()
@@ -46,6 +47,7 @@ def main() -> None:
         result = prune(
             model, splits.train, stages=15, samples=1000, samples_per_row=1,
             sparsity=cell["sparsity"], seed=cell["seed"], method=cell["method"],
+            correcting=options.correcting,
         )  # fmt: skip
         score = evaluate(result.model, splits.test)
         runs.append(
