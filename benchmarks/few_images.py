@@ -1,4 +1,4 @@
-"""Every method from the same few calibration images, as JSON and as a table.
+"""Every method from the same few calibration images, as JSON; `benchmarks.readme` has the table.
 
     python -m benchmarks.few_images --networks mlpnet --seeds 3
 
