@@ -30,6 +30,7 @@ def main() -> None:
     """Run, print the table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.9, 0.98])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--correcting", type=int, help="stages that cut nothing (prune's default)")
     parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
@@ -41,7 +42,7 @@ def main() -> None:
         {"sparsity": sparsity, "seed": seed, "method": method}
         for sparsity in options.sparsities
         for seed in range(options.seeds)
-        for method in METHODS
+        for method in options.methods
     ]
     for cell in tqdm(cells, unit="run"):
         result = prune(
