@@ -31,25 +31,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.9, 0.98])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--correcting", type=int, help="stages that cut nothing (prune's default)")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument(
+        "--correcting", nargs="+", type=int, default=[6, 8, 10],
+        help="how many of the 15 stages cut nothing; prune's default is 6",
+    )  # fmt: skip
     parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/chita_rows.json"))
     options = parser.parse_args()
     model, splits = networks.load("mlpnet", options.checkpoints)
     runs = []
     cells = [
-        {"sparsity": sparsity, "seed": seed, "method": method}
-        for sparsity in options.sparsities
+        {"sparsity": sparsity, "correcting": correcting, "seed": seed, "method": method}
         for seed in range(options.seeds)
+        for sparsity in options.sparsities
+        for correcting in options.correcting
         for method in options.methods
     ]
     for cell in tqdm(cells, unit="run"):
-        result = prune(
-            model, splits.train, stages=15, samples=1000, samples_per_row=1,
-            sparsity=cell["sparsity"], seed=cell["seed"], method=cell["method"],
-            correcting=options.correcting,
-        )  # fmt: skip
+        result = prune(model, splits.train, stages=15, samples=1000, samples_per_row=1, **cell)
         score = evaluate(result.model, splits.test)
         runs.append(
             {
@@ -75,16 +75,15 @@ def main() -> None:
 
 def markdown(runs: list[dict[str, Any]]) -> str:
     """Top-1 and seconds, means over the seeds, and the sample standard deviation of the former."""
-    lines = ["| sparsity | method | top-1 % | seconds | seeds |", "|" + "---|" * 5]
-    for sparsity, method in sorted({(run["sparsity"], run["method"]) for run in runs}):
-        those = [run for run in runs if (run["sparsity"], run["method"]) == (sparsity, method)]
+    lines = ["| sparsity | correcting | method | top-1 % | seconds | seeds |", "|" + "---|" * 6]
+    names = ("sparsity", "correcting", "method")
+    for kind in sorted({tuple(run[name] for name in names) for run in runs}):
+        those = [run for run in runs if tuple(run[name] for name in names) == kind]
         scores = [run["top1"] for run in those]
         spread = f" ± {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
         seconds = statistics.mean(run["seconds"]["total"] for run in those)
-        lines.append(
-            f"| {sparsity} | {method} | {statistics.mean(scores):.2f}{spread} | {seconds:.1f} "
-            f"| {len(those)} |"
-        )
+        cells = [*kind, f"{statistics.mean(scores):.2f}{spread}", f"{seconds:.1f}", len(those)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

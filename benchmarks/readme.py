@@ -146,27 +146,21 @@ def efficientnet() -> str:
 
 def chita() -> str:
     """LR and EWR with CHITA's rows, and CHITA's own code on the same machine."""
-    headings = ["sparsity", "LR", "EWR", "CHITA as published", "without its FLOP counter"]
+    headings = ["sparsity", "correcting", "LR", "EWR", "CHITA", "without its FLOP counter"]
     runs = _read("chita_rows.json")["runs"]
     theirs = _read("chita_code.json")["runs"]
     lines = []
-    for sparsity in sorted({run["sparsity"] for run in runs}):
-        ours = [
-            [r for r in runs if (r["sparsity"], r["method"]) == (sparsity, method)]
-            for method in ("lr", "ewr")
-        ]
-        others = [
-            [r for r in theirs if (r["sparsity"], r["flop_counter"]) == (sparsity, counted)]
-            for counted in (True, False)
-        ]
-        entries = [
-            _timed([r["top1"] for r in those], [r["seconds"]["total"] for r in those])
-            for those in ours
-        ]
-        entries += [
-            _timed([r["top1"] for r in those], [r["seconds"] for r in those]) for those in others
-        ]
-        lines.append([f"{sparsity:g}", *entries])
+    for sparsity, correcting in sorted({(run["sparsity"], run["correcting"]) for run in runs}):
+        entries = []
+        for method in ("lr", "ewr"):
+            kind = (sparsity, correcting, method)
+            those = [r for r in runs if (r["sparsity"], r["correcting"], r["method"]) == kind]
+            seconds = [r["seconds"]["total"] for r in those]
+            entries.append(_timed([r["top1"] for r in those], seconds))
+        for counted in (True, False):
+            those = [r for r in theirs if (r["sparsity"], r["flop_counter"]) == (sparsity, counted)]
+            entries.append(_timed([r["top1"] for r in those], [r["seconds"] for r in those]))
+        lines.append([f"{sparsity:g}", str(correcting), *entries])
     return common.rows(headings, lines)
 
 

@@ -49,6 +49,16 @@ def test_prune_writes_a_model_that_evaluates_as_reported(tmp_path, capsys):
     ]
 
 
+def test_a_model_with_zeros_is_told_apart_from_a_dense_one(tmp_path, capsys):
+    cut = [*TASK, *QUICK, "--method", "magnitude"]
+    assert run("prune", *cut, "--sparsity", "0.5", "--out", tmp_path / "half") == 0
+    half = tmp_path / "half" / "model.safetensors"
+    capsys.readouterr()
+    assert run("prune", *cut, "--weights", half, "--sparsity", "0.9", "--out", tmp_path / "r") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["dense", "8,512"]
+    assert json.loads((tmp_path / "r" / "result.json").read_text())["nonzeros_dense"] == 8512
+
+
 def test_every_option_reaches_the_run(tmp_path):
     options = {
         "method": "ewr", "stages": 2, "correcting": 1, "samples": 20, "samples-per-row": 2,

@@ -193,12 +193,10 @@ def _absolute(path: Path | None) -> str | None:
 
 def _print_result(result: dict[str, Any], out: Path) -> None:
     print(f"{'':8}{'nonzeros':>12}{'top-1 %':>10}{'top-5 %':>10}{'loss':>10}")
-    for label, nonzeros, suffix in (
-        ("dense", result["prunable"], "_dense"),
-        ("pruned", result["nonzeros"], ""),
-    ):
+    for label, suffix in (("dense", "_dense"), ("pruned", "")):
         scores = "".join(f"{_shown(result[name + suffix]):>10}" for name in ("top1", "top5"))
-        print(f"{label:8}{nonzeros:>12,}{scores}{float(result['loss' + suffix]):>10.4f}")
+        counts = f"{label:8}{result['nonzeros' + suffix]:>12,}"
+        print(f"{counts}{scores}{float(result['loss' + suffix]):>10.4f}")
     print(f"written: {out}/{MODEL_FILE}, {out}/{RESULT_FILE}")
 
 

@@ -105,7 +105,8 @@ def run(
         "data_directory": described.data_directory,
         "weights": described.weights,
     }
-    report = _report(result, dense, evaluate(result.model, splits.test), task)
+    nonzeros_dense = sum(int(model.get_parameter(name).count_nonzero()) for name in result.masks)
+    report = _report(result, nonzeros_dense, dense, evaluate(result.model, splits.test), task)
     directory.write_result(report)
     return report
 
@@ -142,12 +143,17 @@ def _check_same(present: Recipe, described: Recipe, out: Path) -> None:
 
 
 def _report(
-    result: PruneResult, dense: Evaluation, pruned: Evaluation, task: dict[str, Any]
+    result: PruneResult,
+    nonzeros_dense: int,
+    dense: Evaluation,
+    pruned: Evaluation,
+    task: dict[str, Any],
 ) -> dict[str, Any]:
     """The contents of `result.json`: what came out, how, and all that is needed to repeat it."""
     return {
         "method": result.settings["method"],
         "sparsity": result.sparsity,
+        "nonzeros_dense": nonzeros_dense,
         "nonzeros": result.nonzeros,
         "prunable": sum(mask.numel() for mask in result.masks.values()),
         "parameters": result.parameters,
