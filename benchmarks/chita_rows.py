@@ -59,7 +59,6 @@ def main() -> None:
                 "loss": score.loss,
                 "seconds": result.seconds,
                 "settings": result.settings,
-                "history": result.history,
             }
         )
     machine = {
