@@ -372,7 +372,7 @@ def test_the_command_line(capsys, digits):
     [
         ({"samples": 0}, "samples=0 must be a whole number of at least 1"),
         ({"samples": 2.5}, "samples=2.5"),
-        ({"samples": 31}, "samples=31 rows of samples_per_row=1 and held_out=0 need 31"),
+        ({"samples": 31}, "samples=31 rows of samples_per_row=1 need 31"),
         ({"samples_per_row": 0}, "samples_per_row=0"),
         ({"samples_per_row": None}, "samples_per_row=None"),
         ({"samples_per_row": 31}, "samples_per_row=31"),

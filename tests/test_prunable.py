@@ -26,6 +26,10 @@ def test_default_is_the_weights_of_linear_and_conv_layers_with_ties_once():
         (["Conv*"], [], ("0.weight",)),
         ([nn.Embedding, nn.Conv2d], [], ("0.weight", "4.weight")),
         (["3.*"], ["*.bias"], ("2.weight",)),
+        # A vector only by a pattern that ends with its name, a module by its own.
+        (["[012]*"], [], ("0.weight", "2.weight")),
+        (["*weight"], ["Embedding"], ("0.weight", "1.weight", "2.weight")),
+        (["3", "1.bias"], [], ("1.bias", "2.weight")),
         (None, ["2.weight"], ("0.weight",)),
         (["*.bias"], [nn.Linear, "BatchNorm2d", "[123].bias"], ("0.bias",)),
     ],

@@ -220,7 +220,7 @@ def check_task(
                 f"the model can't be called on a sample of the data: {reason(error)}"
             ) from error
         if loss is None:
-            _check_labels(output, batch[1], numbers)
+            _check_labels(output, one_target, batch[1], numbers)
             return
         value = _scalar_loss(loss, output, one_target)
         again = _scalar_loss(loss, of_two, _twice(one_target))
@@ -258,12 +258,13 @@ def _kind(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _check_labels(output: Any, targets: Any, numbers: Tensor | None) -> None:
-    if not is_classification(output, targets):
+def _check_labels(output: Any, target: Any, targets: Any, numbers: Tensor | None) -> None:
+    """Raise unless the output for one sample and its target are a class's; look at all targets."""
+    if not is_classification(output, target):
         raise InputError(
             "the default loss, cross-entropy, takes outputs (samples, classes) and integer labels "
-            f"(samples,), not outputs {_kind(output)} and targets {_kind(targets)}; for "
-            "another task pass loss= (in Python)"
+            f"(samples,), not, of one sample, outputs {_kind(output)} and targets {_kind(target)}; "
+            "for another task pass loss= (in Python)"
         )
     wrong = ((targets < 0) | (targets >= output.shape[1])).nonzero().flatten()
     if len(wrong):

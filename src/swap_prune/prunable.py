@@ -70,11 +70,13 @@ def select_weights(
 ) -> PrunableWeights:
     """Choose the prunable weights of a model.
 
-    A selector is a module type (its `weight`), or a string that is matched, as a shell
-    pattern, against the parameter's name ("layer*.conv?.weight") and, for parameters called
-    `weight`, against the class name of its module ("Embedding"). A tied weight counts once,
-    under its first name, and is chosen when any of its names is. Frozen parameters
-    (`requires_grad=False`) are weights like any other: exclude those that must stay.
+    A selector is a module type (its `weight`) or a string: the name of a parameter or of a module
+    (its `weight`; "fc1"), the class name of a module (its `weight`; "Embedding"), or a shell
+    pattern of parameters' names ("layer*.conv?.weight"). A vector, such as a bias or the scale of a
+    norm, is only meant by a pattern that ends with its own name ("*.bias"): "layer1.*" leaves it
+    alone. A tied weight counts once, under its first name, and is chosen when any of its names is.
+    Frozen parameters (`requires_grad=False`) are weights like any other: exclude those that must
+    stay.
 
     Args:
         model: any module.
@@ -97,7 +99,7 @@ def select_weights(
             name = f"{path}.{leaf}" if path else leaf
             first_name.setdefault(id(parameter), name)
             for wanted, matched in ((chosen_by, included), (exclude, excluded)):
-                hits = {s for s in wanted if _matches(s, name, leaf, module)}
+                hits = {s for s in wanted if _matches(s, path, leaf, module)}
                 used |= hits
                 if hits:
                     matched.add(id(parameter))
@@ -129,12 +131,18 @@ def selectors(name: str, given: Any) -> tuple[Selector, ...]:
     return tuple(several)
 
 
-def _matches(selector: Selector, name: str, leaf: str, module: nn.Module) -> bool:
-    if isinstance(selector, str):
-        return fnmatchcase(name, selector) or (
-            leaf == "weight" and fnmatchcase(type(module).__name__, selector)
-        )
-    return leaf == "weight" and isinstance(module, selector)
+def _matches(selector: Selector, path: str, leaf: str, module: nn.Module) -> bool:
+    """Whether a selector means the parameter `leaf` of the module at `path`."""
+    is_weight = leaf == "weight"
+    if not isinstance(selector, str):
+        return is_weight and isinstance(module, selector)
+    if is_weight and (selector == path or fnmatchcase(type(module).__name__, selector)):
+        return True
+    parameter = module.get_parameter(leaf)
+    # How many dimensions it will have is not known yet; it is refused for that later.
+    lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+    meant = selector.endswith(leaf) or lazy or parameter.ndim > 1
+    return meant and fnmatchcase(f"{path}.{leaf}" if path else leaf, selector)
 
 
 def _check_weight(name: str, weight: nn.Parameter) -> None:

@@ -43,7 +43,7 @@ LOCK_FILE = ".lock"
 REPLACED = ".replaced"
 SCRATCH_PREFIX = ".writing-"
 # What to do about a directory that is taken.
-INSTEAD = "give another directory, or --overwrite on the command line"
+INSTEAD = "give another directory, or delete this one (--overwrite on the command line)"
 # What is read of a result.
 SHOWN = {"prunable", "nonzeros", "configuration"} | {
     f"{name}{suffix}" for name in ("top1", "top5", "loss") for suffix in ("", "_dense")

@@ -169,10 +169,10 @@ def resolve(given: Settings, available: int) -> Settings:
         fifth = max(1, int(available * HELD_OUT_FRACTION))
         held_out = min(HELD_OUT_SAMPLES, fifth, max(0, available - asked))
     if asked + held_out > available:
+        held = f"and held_out={held_out} " if held_out else ""
         raise InputError(
             f"samples={given.samples or 1} rows of samples_per_row={given.samples_per_row or 1} "
-            f"and held_out={held_out} need {asked + held_out} samples; "
-            f"calibration holds {available}"
+            f"{held}need {asked + held_out} samples; calibration holds {available}"
         )
     chosen_by_loss: dict[str, Any] = {
         "damping": given.damping,
