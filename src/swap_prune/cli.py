@@ -105,10 +105,16 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option("--coupling", help=f"{', '.join(COUPLINGS)} (default: sinkhorn)")
     option("--derivative", help="exact or printed (default: exact)")
     option("--selection", help="saliency or iht (default: saliency)")
-    option("--memory", type=_count_or_auto, help="rows for earlier stages', or auto (ewr: auto)")
+    option(
+        "--memory",
+        type=_count_or_auto,
+        help="rows remembered of earlier stages, or auto (ewr: auto)",
+    )
     option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
     option(
-        "--block-size", type=int, help="weights that make good for cut neighbours (100); 0: none"
+        "--block-size",
+        type=int,
+        help="weights of a block, which make good for those cut in it (100); 0: none",
     )
     option("--metric", type=_number_or_auto, help="curvature's part in the damping, 0 to 1 (auto)")
     option(

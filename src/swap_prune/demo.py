@@ -1,4 +1,4 @@
-"""The demo: an embedded digits network, every method, clean and noisy calibration data."""
+"""The demo: an embedded digits network, three methods, clean and noisy calibration data."""
 
 from __future__ import annotations
 
