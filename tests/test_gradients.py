@@ -215,26 +215,68 @@ def test_model_is_left_as_it_was():
     assert all(not module._forward_hooks for module in model.modules())
 
 
-class Undifferentiable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Embedding(5, 3), Branching())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sum(1) if x.sum().item() > 0 else -x.sum(1)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x)[0][:, -1]
+
+
+class NoWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.sum(1)
+
+
+class Undifferentiable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return NoWayBack.apply(x)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "inputs", "include", "module"),
+    [
+        (
+            nn.ModuleDict({"inner": nn.Sequential(nn.Embedding(5, 3), Branching())})["inner"],
+            torch.randint(5, (80, 2)),
+            ["Embedding"],
+            r"module 1 \(Branching\)",
+        ),
+        (Recurrent(), torch.randn(80, 4, 3), ["recurrent.weight*"], r"recurrent \(GRU\)"),
+    ],
+)
+def test_what_can_not_be_vectorised_is_computed_row_by_row(model, inputs, include, module, m):
+    weights, labels = select_weights(model, include), torch.randint(3, (80,))
+    with pytest.warns(UserWarning, match=module):
+        rows = gradient_rows(model, weights, inputs, labels, functional.cross_entropy, m).rows()
+    expected = loop_rows(model, weights, inputs, labels, functional.cross_entropy, m)
+    torch.testing.assert_close(rows, expected)
+
+
 def test_says_which_module_has_no_rows():
-    model = Undifferentiable()
+    model = nn.Sequential(nn.Embedding(5, 3), Undifferentiable())
     weights = select_weights(model, ["Embedding"])
     tokens = torch.randint(5, (4, 2))
-    with pytest.raises(InputError, match=r"module inner\.1 \(Branching\)"):
+    with pytest.raises(InputError, match=r"module 1 \(Undifferentiable\)"):
         gradient_rows(model, weights, tokens, torch.zeros(4).long(), functional.cross_entropy)
+
+
+def test_names_the_sample_on_which_the_model_fails():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3))
+    tokens = torch.randint(5, (300, 2))
+    tokens[217] = 9
+    with pytest.raises(InputError, match="fails on calibration sample 217: IndexError"):
+        gradient_rows(
+            model, select_weights(model), tokens, torch.zeros(300).long(), functional.cross_entropy
+        )
 
 
 @pytest.mark.parametrize("m", [1, 2])

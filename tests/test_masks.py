@@ -217,3 +217,20 @@ def test_what_is_no_model_or_no_masks_is_refused():
             call()
     with pytest.raises(InputError, match="masks is of type list"):
         apply_masks(nn.Linear(2, 2), [1])
+
+
+class Clamped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1)
+
+
+def test_a_copy_of_a_parametrised_model_is_masked_alone():
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4)
+    nn.utils.parametrize.register_parametrization(model[0], "bias", Clamped())
+    before = model(x)
+    other = copy.deepcopy(model)
+    apply_masks(other, {"0.weight": torch.zeros(3, 4, dtype=torch.bool)})
+    assert torch.equal(model(x), before)
+    make_permanent(other)
+    assert torch.equal(other[0].weight, torch.zeros(3, 4))
+    assert torch.equal(model(x), before)

@@ -78,3 +78,23 @@ def test_one_selector_needs_no_list():
         select_weights(model(), 3)
     with pytest.raises(InputError, match="model is of type str"):
         select_weights("model")
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_a_weight_that_is_made_from_others_is_not_passed_over(norm):
+    net = nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    with pytest.raises(InputError, match=r"the weight of 0 .* is made from other parameters"):
+        select_weights(net)
+    assert select_weights(net, exclude="0").names == ("1.weight",)
+    assert select_weights(net, include="1").names == ("1.weight",)
+
+
+def test_what_is_cut_of_tiny_float64_weights_is_zero():
+    net = nn.Linear(2, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1e-60, 0.1]], dtype=torch.float64))
+    weights = select_weights(net)
+    weights.write(net, weights.read(net))
+    assert net.weight.tolist() == [[0.0, 0.1]]

@@ -1,4 +1,6 @@
 import threading
+from collections import UserDict
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -332,13 +334,15 @@ def test_degenerate_gradients_give_a_valid_model():
     model = trained()
     x, y = samples(20)
     constant = (x[:1].expand(20, -1).clone(), y[:1].expand(20).clone())
-    for source, loss in (
-        (constant, None),
-        ((x, y), lambda output, target: (0.0 * output).sum()),
+    for source, loss, told in (
+        (constant, None, nullcontext()),
+        ((x, y), lambda output, target: (0.0 * output).sum(), pytest.warns(match="are zero")),
     ):
-        result = prune(
-            model, source, sparsity=0.5, loss=loss, stages=2, samples=4, epsilon=0.0, mixture=1.0
-        )
+        with told:
+            result = prune(
+                model, source, sparsity=0.5, loss=loss, stages=2, samples=4, epsilon=0.0,
+                mixture=1.0,
+            )  # fmt: skip
         assert torch.isfinite(weights_of(result.model)).all()
         assert result.nonzeros == 54
     one = prune(model, (x, y), sparsity=0.5, stages=2, samples=1, samples_per_row=1)
@@ -638,3 +642,62 @@ def test_a_model_whose_every_weight_is_masked_is_told_so():
     apply_masks(model, {name: w != 0 for name, w in model.named_parameters() if w.ndim == 2})
     with pytest.raises(InputError, match="make_permanent"):
         prune(model, samples(), sparsity=0.5)
+
+
+class Bag(nn.Module):
+    """Calls that go wrong for more than one sample."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = network(), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "one":
+            return self.inner(x.view(1, -1))
+        return self.inner(x).mean(0, keepdim=True)
+
+
+def test_models_take_several_samples_at_once():
+    for kind, said in (("one", "can't be called on 2 samples"), ("mean", "for two samples")):
+        with pytest.raises(InputError, match=said):
+            prune(Bag(kind), samples(), sparsity=0.5, **QUICK)
+        with pytest.raises(InputError, match=said):
+            evaluate(Bag(kind), samples())
+
+
+def collated(make):
+    """A loader whose batches are made from a pair of tensors."""
+    return DataLoader(
+        TensorDataset(*samples()),
+        collate_fn=lambda items: make(*(torch.stack(part) for part in zip(*items, strict=True))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (collated(lambda x, y: ({"input": x, "scale": 2.0}, y)), "calibration yields 2.0 in a"),
+        (collated(lambda x, y: ((x, None), y)), "calibration yields None in a"),
+        (collated(lambda x, y: (list(x), y)), r"yields a tensor of shape \(6,\) in a"),
+        ((list(samples()[0]), list(samples()[1])), "not a tensor without dimensions"),
+        ({"x": samples()[0], "y": samples()[1]}, "calibration is of type dict"),
+    ],
+)
+def test_batches_are_tensors_with_the_samples_first(source, said):
+    with pytest.raises(InputError, match=said):
+        prune(network(), source, sparsity=0.5, **QUICK)
+
+
+def test_any_mapping_of_inputs_is_spread():
+    source = collated(lambda x, y: (UserDict(input=x), y.to(torch.uint16)))
+    model = nn.Sequential(*network())
+    result = prune(model, source, sparsity=0.5, **QUICK)
+    expected = prune(model, samples(), sparsity=0.5, **QUICK)
+    assert torch.equal(weights_of(result.model), weights_of(expected.model))
+
+
+def test_a_sample_on_which_a_loss_fails_is_one_sentence():
+    x, y = samples()
+    y[70] = 9
+    with pytest.raises(InputError, match=r"loss can't be computed .* out of bounds"):
+        evaluate(network(), (x, y), nn.functional.cross_entropy)

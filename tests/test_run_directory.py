@@ -63,7 +63,7 @@ def assert_same(result, expected):
 
 
 def step(number=1):
-    return Step(number, {"w": torch.arange(4.0)}, {}, {}, {"history": [], "loss": 0.25})
+    return Step(number, {"w": torch.arange(4.0)}, {}, {}, {}, {"history": [], "loss": 0.25})
 
 
 def test_a_directory_does_not_change_the_result(uninterrupted, finished):
@@ -209,6 +209,10 @@ def test_other_data_or_another_loss_is_refused(tmp_path):
         prune(model, (inputs, labels.flip(0)), directory=tmp_path, **few)
     with pytest.raises(InputError, match="inputs_sha256"):
         prune(model, (3 * inputs, labels), directory=tmp_path, **few)
+    late = labels.clone()
+    late[len(late) // 2 :] = 0
+    with pytest.raises(InputError, match="targets_sha256"):
+        prune(model, (inputs, late), directory=tmp_path, **few)
     with pytest.raises(InputError, match="loss is 'cross_entropy' there and 'mine' here"):
         prune(model, (inputs, labels), loss=mine, directory=tmp_path, **few)
 
@@ -364,7 +368,9 @@ def files_below(path):
     return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("failure", [InputError("bad data"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "failure", [InputError("bad data"), RuntimeError("bad model"), KeyboardInterrupt()]
+)
 def test_a_run_is_replaced_by_one_that_has_saved_a_step(finished, tmp_path, monkeypatch, failure):
     """Not by one that fails before, be it after another that was killed."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
@@ -388,3 +394,57 @@ def test_a_run_is_replaced_by_one_that_has_saved_a_step(finished, tmp_path, monk
     assert not [path for path in after if path.parts[0] == ".replaced" or "0003" in path.name]
     assert after[Path("stages/notes.txt")] == b"the user's own"
     assert after[Path("model.safetensors")] != before[Path("model.safetensors")]
+
+
+class Centred(nn.Module):
+    """A running mean that the state dict leaves out, and a state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = models.pretrained("digits")
+        self.register_buffer("mean", torch.zeros(1, 8, 8), persistent=False)
+
+    def forward(self, images):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * images.mean(0).detach()
+        return self.inner(images - self.mean)
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        assert state == {"version": 1}
+
+
+def test_what_the_state_dict_leaves_out_is_kept_too(tmp_path, monkeypatch):
+    expected = prune(Centred(), data.load("digits").train, **SETTINGS)
+    assert expected.model.mean.abs().max() > 0
+    save_step = RunDirectory.save_step
+
+    def stop_after(directory, step):
+        save_step(directory, step)
+        if step.number in (2, 5):
+            raise KeyboardInterrupt
+
+    for interrupted in (True, True, False):
+        with monkeypatch.context() as patch:
+            if interrupted:
+                patch.setattr(RunDirectory, "save_step", stop_after)
+            try:
+                result = prune(Centred(), data.load("digits").train, directory=tmp_path, **SETTINGS)
+            except KeyboardInterrupt:
+                assert interrupted
+    assert torch.equal(result.model.mean, expected.model.mean)
+    for name, value in expected.model.named_parameters():
+        assert torch.equal(value, result.model.get_parameter(name)), name
+    models.load_weights(Centred(), tmp_path / "model.safetensors")
+    given = Centred()
+    prune(given, data.load("digits").train, in_place=True, **SETTINGS)
+    assert torch.equal(given.mean, expected.model.mean)
+
+
+def test_other_training_data_are_refused(tmp_path):
+    inputs, labels = data.load("digits").train[:]
+    run(tmp_path, training_data=(inputs, labels))
+    with pytest.raises(InputError, match="training_targets_sha256"):
+        run(tmp_path, training_data=(inputs, labels.flip(0)))

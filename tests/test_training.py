@@ -2,6 +2,7 @@ import copy
 import json
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from swap_prune import InputError
+from swap_prune import DivergedError, InputError, prune
 from swap_prune.calibration import Samples
 from swap_prune.evaluation import cross_entropy
 from swap_prune.training import (
@@ -378,10 +379,13 @@ def test_divergence_is_told_and_leaves_a_plain_model():
     ("changes", "sentence"),
     [
         ({"settings": replace(SETTINGS, distillation=0.5)}, r"distillation=0.5 needs a dense"),
-        ({"samples": images(1)}, r"can't be trained on a batch of 1 samples: ValueError: Expected"),
+        (
+            {"samples": images(1)},
+            r"trained on a batch of 1 samples of calibration: ValueError: Exp",
+        ),
         (
             {"samples": Samples((torch.randn(4, 192), torch.tensor([0, 1, 2, 3])))},
-            r"can't be trained on a batch of 4 samples: RuntimeError: index 3 is out of",
+            r"label 3 of sample 3 is out of range: the model's 3 outputs take labels 0 to 2",
         ),
         (
             {
@@ -415,7 +419,7 @@ def test_distillation_needs_logits():
         loss=nn.functional.mse_loss,
         settings=replace(SETTINGS, distillation=0.5),
     )
-    with pytest.raises(InputError, match=r"takes outputs \(samples, classes\); .* \(8, 1, 3\)"):
+    with pytest.raises(InputError, match=r"takes outputs \(samples, classes\) .* \(8, 1, 3\)"):
         training.run_epoch(0)
 
 
@@ -432,3 +436,46 @@ def test_nothing_to_train_and_states_of_other_trainings():
         period(perceptron(), {}, settings=adam).restore(tensors, values)
     with pytest.raises(InputError, match=r"has 1.weight.momentum_buffer, which doesn't fit"):
         period(convnet(), {}).restore(tensors, values)
+
+
+def test_training_that_ends_in_infinite_weights_is_divergence():
+    inputs, labels = torch.randn(32, 4), torch.randint(3, (32,))
+    given = {"epochs_after": 1, "batch_size": 32, "learning_rate": 1e5, "optimizer": "adam"}
+    model = nn.Linear(4, 3).half()
+    with pytest.raises(DivergedError, match="diverged in epoch 1: a weight is not finite"):
+        prune(
+            model, (inputs.half(), labels), sparsity=0.5, method="magnitude", held_out=0,
+            fine_tuning={**given, "weight_decay": 0.0},
+        )  # fmt: skip
+
+
+def test_soft_labels_take_classes():
+    inputs = torch.randn(32, 4)
+    with pytest.raises(InputError, match=r"at least two classes; the model's are \(24, 1\)"):
+        prune(
+            nn.Linear(4, 1), (inputs, inputs[:, :1]), sparsity=0.5, loss=nn.functional.mse_loss,
+            samples=8, held_out=8, fine_tuning={"distillation": 0.5, "epochs_after": 1},
+        )  # fmt: skip
+
+
+def test_training_needs_no_gradients_of_the_callers_and_takes_numpys_numbers():
+    inputs, labels = torch.randn(32, 4, requires_grad=True), torch.randint(3, (32,))
+    with torch.no_grad():
+        result = prune(
+            nn.Linear(4, 3), (inputs, labels), sparsity=0.5, samples=8, held_out=8, stages=2,
+            fine_tuning={"epochs_after": np.int64(1), "learning_rate": np.float32(0.1)},
+            noise={"kind": "labels", "fraction": np.float64(0.25)},
+        )  # fmt: skip
+    assert "training_loss" in result.history[-1]
+    assert inputs.grad is None
+
+
+def test_a_bad_label_met_in_training_is_named():
+    inputs, labels = torch.randn(300, 4), torch.randint(3, (300,))
+    labels[250] = 7
+    with pytest.raises(InputError, match="label 7 of sample 250 is out of range"):
+        prune(
+            nn.Linear(4, 3), (torch.randn(32, 4), torch.randint(3, (32,))), sparsity=0.5,
+            samples=8, held_out=8, stages=1, training_data=(inputs, labels),
+            fine_tuning={"epochs_after": 1},
+        )  # fmt: skip

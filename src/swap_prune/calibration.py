@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from swap_prune.errors import InputError
 
 # A batch: (inputs, targets), each a tensor or a tuple or dict of tensors with samples first.
 Batch = tuple[Any, Any]
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class Samples:
@@ -48,7 +49,8 @@ class Samples:
     def read(self, indices: Tensor) -> Batch:
         """The samples at indices (b,)."""
         with self._telling():
-            return self._read(indices)
+            inputs, targets = self._read(indices)
+            return _checked(inputs, len(indices)), _checked(targets, len(indices))
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -67,7 +69,7 @@ class Samples:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on `device`."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    return tree_map(lambda leaf: leaf.to(device), batch)
 
 
 class CalibrationStream:
@@ -144,20 +146,53 @@ def _reader(source: Any) -> tuple[int, Callable[[Tensor], Batch]]:
     if isinstance(source, (tuple, list)) and len(source) == 2 and tree_leaves(source):
         return _tensor_reader((source[0], source[1]))
     if isinstance(source, Dataset) or (
-        hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        hasattr(source, "__getitem__")
+        and hasattr(source, "__len__")
+        and not isinstance(source, Mapping)
     ):
-        return _dataset_reader(source, default_collate, range(len(source)))
+        return _dataset_reader(source, default_collate, range(len(source)))  # type: ignore[arg-type]
     raise InputError(
         f"calibration is of type {type(source).__name__}; give a Dataset or DataLoader of pairs "
         "(input, target), or a pair of tensors (inputs, targets)"
     )
 
 
+def _checked(tree: Any, samples: int) -> Any:
+    """Tensors, alone or in tuples and dicts, that begin with the samples; no gradients for them."""
+    tree = _as_dicts(tree)
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != samples:
+            kind = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else leaf
+            raise InputError(
+                f"calibration yields {kind!s:.80} in a batch of {samples}; inputs and targets must "
+                "be tensors, or tuples or dicts of tensors, with the samples first"
+            )
+    # Torch hardly computes with the wider unsigned integers.
+    return tree_map(
+        lambda leaf: leaf.long() if leaf.dtype in UNSIGNED else leaf.detach(),
+        tree,
+    )
+
+
+def _as_dicts(tree: Any) -> Any:
+    """Mappings of other kinds, such as tokenisers return, as dicts."""
+    if isinstance(tree, Mapping):
+        return {name: _as_dicts(value) for name, value in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(_as_dicts(value) for value in tree)
+    return tree
+
+
 def _tensor_reader(batch: Batch) -> tuple[int, Callable[[Tensor], Batch]]:
+    batch = _as_dicts(batch)
     leaves = tree_leaves(batch)
     if not all(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves):
-        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
-        raise InputError(f"calibration as a pair must hold tensors with samples first, not {kinds}")
+        wrong = next(x for x in leaves if not isinstance(x, Tensor) or x.ndim == 0)
+        kind = "a tensor without dimensions" if isinstance(wrong, Tensor) else type(wrong).__name__
+        raise InputError(
+            f"calibration as a pair must hold tensors with samples first, not {kind}; single "
+            "samples go into a Dataset"
+        )
     sizes = sorted({leaf.shape[0] for leaf in leaves})
     if len(sizes) > 1:
         raise InputError(

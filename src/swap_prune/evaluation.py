@@ -70,8 +70,8 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
         inputs = formatted(inputs, memory_format)
         check_task(model, (inputs, targets), loss, indices)
         with torch.no_grad(), evaluation_mode(model):
-            output = call(model, inputs)
-            total += len(indices) * float((loss or cross_entropy)(output, targets))
+            output = _output(model, inputs)
+            total += len(indices) * _scalar_loss(loss or cross_entropy, output, targets)
         classifier = classifier and _names_classes(output, targets)
         if classifier:
             ranks = output.topk(min(5, output.shape[1])).indices == targets[:, None]
@@ -100,7 +100,7 @@ def _losses(model: nn.Module, batch: Batch, loss: Loss, most: int) -> Tensor:
     """The losses of parts of at most `most` samples, as sums in units of the mean part."""
     sums, sizes = [], []
     for size, output, targets in _parts(model, batch, most):
-        sums.append(size * float(loss(output, targets)))
+        sums.append(size * _scalar_loss(loss, output, targets))
         sizes.append(size)
     found = torch.tensor(sums, dtype=torch.float64) * len(sums) / sum(sizes)
     return found.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
@@ -148,7 +148,7 @@ def outputs_of(
             part = slice(start, min(start + size, samples))
             x = tree_map(lambda leaf, part=part: leaf[part], inputs)
             with torch.no_grad():
-                output = call(model, x)
+                output = _output(model, x)
             yield part, output
 
 
@@ -201,8 +201,8 @@ def check_task(
 ) -> None:
     """Raise unless the model takes the inputs, and the loss its output and the targets.
 
-    Model and loss are tried on one sample, a loss of the user's own on two copies of it too; with
-    the default loss, every label is looked at.
+    Model and loss are tried on one sample and on two copies of it; with the default loss, every
+    label is looked at.
 
     Args:
         model: called on inputs.
@@ -212,15 +212,14 @@ def check_task(
     """
     one_input, one_target = tree_map(lambda leaf: leaf[:1], batch)
     with torch.no_grad(), evaluation_mode(model):
-        try:
-            output = call(model, one_input)
-            of_two = None if loss is None else call(model, _twice(one_input))
-        except Exception as error:  # the model is the user's: anything may come out of it
-            raise InputError(
-                f"the model can't be called on a sample of the data: {reason(error)}"
-            ) from error
+        output = _output(model, one_input)
+        of_two = _output(model, _twice(one_input))
         if loss is None:
             _check_labels(output, one_target, batch[1], numbers)
+            if of_two.shape[0] != 2:
+                raise InputError(
+                    f"the model's output is {_kind(of_two)} for two samples; each must have its own"
+                )
             return
         value = _scalar_loss(loss, output, one_target)
         again = _scalar_loss(loss, of_two, _twice(one_target))
@@ -230,6 +229,18 @@ def check_task(
             f"loss returned {value:.4g} for a sample and {again:.4g} for two copies of it; "
             "it must be the batch's mean"
         )
+
+
+def _output(model: nn.Module, inputs: Any) -> Any:
+    """The model's output, or in one sentence why there is none."""
+    try:
+        return call(model, inputs)
+    except Exception as error:  # the model is the user's: anything may come out of it
+        count = tree_leaves(inputs)[0].shape[0]
+        samples = "a sample" if count == 1 else f"{count} samples"
+        raise InputError(
+            f"the model can't be called on {samples} of the data: {reason(error)}"
+        ) from error
 
 
 def _twice(tree: Any) -> Any:
@@ -243,7 +254,7 @@ def _scalar_loss(loss: Loss, output: Any, targets: Any) -> float:
         value = loss(output, targets)
     except Exception as error:
         raise InputError(
-            f"loss can't be computed from the model's output and a target: {reason(error)}"
+            f"loss can't be computed from the model's output and the targets: {reason(error)}"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

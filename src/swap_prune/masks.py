@@ -83,6 +83,8 @@ def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     ]
     order = {module: tuple(module._parameters) for module, _, _ in places}
     for module, leaf, parametrisation in places:
+        if parametrize.is_parametrized(module):
+            _own_class(module)
         parametrize.register_parametrization(module, leaf, parametrisation)
         module.parametrizations.order = order[module]  # type: ignore[union-attr]
 
@@ -117,7 +119,7 @@ def _own_class(module: nn.Module) -> None:
     """Give a parametrised module a class that no copy of it shares.
 
     Torch keeps the properties of masked weights in the class, which `copy.deepcopy` does not copy:
-    removing them from one module would break its copies.
+    adding them to one module or removing them would break its copies.
     """
     kind = type(module)
     content = {

@@ -55,7 +55,8 @@ class PrunableWeights:
             for name, shape, part in self.slices():
                 weight, new = model.get_parameter(name), w[part].view(shape)
                 if weight.dtype == torch.float64:  # not rounded where it hasn't moved
-                    new = torch.where(weight.to(new.dtype) == new, weight, new.double())
+                    unmoved = (weight.to(new.dtype) == new) & (new != 0)
+                    new = torch.where(unmoved, weight, new.double())
                 weight.copy_(new)
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
@@ -95,6 +96,15 @@ def select_weights(
     excluded: set[int] = set()
     used: set[Selector] = set()
     for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, DEFAULT_TYPES) and "weight" not in module._parameters:
+            spared = {s for s in exclude if _matches(s, path, "weight", module)}
+            used |= spared
+            if not spared and any(_matches(s, path, "weight", module) for s in chosen_by):
+                raise InputError(
+                    f"the weight of {path or 'the model'} ({type(module).__name__}) is made from "
+                    "other parameters, as by weight_norm; make it one with "
+                    "torch.nn.utils.parametrize.remove_parametrizations, or exclude the layer"
+                )
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{leaf}" if path else leaf
             first_name.setdefault(id(parameter), name)
@@ -138,7 +148,7 @@ def _matches(selector: Selector, path: str, leaf: str, module: nn.Module) -> boo
         return is_weight and isinstance(module, selector)
     if is_weight and (selector == path or fnmatchcase(type(module).__name__, selector)):
         return True
-    parameter = module.get_parameter(leaf)
+    parameter = getattr(module, leaf)
     # How many dimensions it will have is not known yet; it is refused for that later.
     lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
     meant = selector.endswith(leaf) or lazy or parameter.ndim > 1
@@ -146,8 +156,10 @@ def _matches(selector: Selector, path: str, leaf: str, module: nn.Module) -> boo
 
 
 def _check_weight(name: str, weight: nn.Parameter) -> None:
-    if isinstance(weight, nn.parameter.UninitializedParameter) or weight.is_meta:
+    if isinstance(weight, nn.parameter.UninitializedParameter):
         raise InputError(f"the weight {name} has no data yet: run the model once before pruning")
+    if weight.is_meta:
+        raise InputError(f"the weight {name} is on the meta device, without data: load its weights")
     if not weight.is_floating_point():
         raise InputError(
             f"the weight {name} is of {weight.dtype}; only real floating-point weights are prunable"

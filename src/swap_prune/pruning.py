@@ -25,7 +25,14 @@ from swap_prune.prunable import select_weights
 from swap_prune.run_directory import RunDirectory
 from swap_prune.schedule import sparsities
 from swap_prune.settings import Settings, plain
-from swap_prune.stages import PruneResult, Run, build_method, round_to_kept
+from swap_prune.stages import (
+    PruneResult,
+    Run,
+    build_method,
+    load_tensors,
+    round_to_kept,
+    tensors_of,
+)
 
 
 def prune(
@@ -129,8 +136,8 @@ def prune(
     given = Settings(
         sparsity=sparsity,
         method=method,
-        fine_tuning=training.resolve(fine_tuning),
-        noise=resolve_noise(noise),
+        fine_tuning=training.resolve(plain(fine_tuning)),
+        noise=resolve_noise(plain(noise)),
         **settings,
     )
     check_module(model)
@@ -178,7 +185,7 @@ def prune(
         result = run.execute(steps, directory)
     result.model.to(device)
     if in_place:
-        model.load_state_dict(result.model.state_dict())
+        load_tensors(model, tensors_of(result.model))
         result.model = model
     return result
 

@@ -49,7 +49,7 @@ SHOWN = {"prunable", "nonzeros", "configuration"} | {
     f"{name}{suffix}" for name in ("top1", "top5", "loss") for suffix in ("", "_dense")
 }
 # The tensors of a step, a file each.
-PARTS = ("model", "optimizer", "method")
+PARTS = ("model", "optimizer", "method", "buffers")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Step:
         model: the model's state.
         optimizer: the optimiser's tensors, empty between periods of training.
         method: the method's tensors, empty for a method without memory.
+        buffers: the model's buffers that are no part of its state.
         values: all else, as JSON holds it.
     """
 
@@ -68,6 +69,7 @@ class Step:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     method: dict[str, Tensor]
+    buffers: dict[str, Tensor]
     values: dict[str, Any]
 
 
@@ -329,8 +331,10 @@ def fingerprint(tensors: dict[str, Tensor]) -> str:
     return hashlib.sha256(save(_storable(tensors))).hexdigest()
 
 
-def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _storable(values: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors among the values of a state dict, which may have `get_extra_state`'s too."""
     # Tied weights are written under each of their names, so that any strict loader is content.
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     return {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
 
 

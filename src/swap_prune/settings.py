@@ -149,7 +149,9 @@ def check(settings: Settings) -> None:
 
 
 def plain(value: Any) -> Any:
-    """NumPy's and torch's numbers and arrays, alone or in lists, as Python's."""
+    """NumPy's and torch's numbers and arrays, alone, in lists or in dicts, as Python's."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(plain(item) for item in value)
     return value.tolist() if isinstance(value, (np.generic, np.ndarray, Tensor)) else value

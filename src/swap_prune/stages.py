@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples, to_device
 from swap_prune.calling import fastest_format, formatted
-from swap_prune.errors import DivergedError, InputError, NotFiniteError
+from swap_prune.errors import DivergedError, NotFiniteError
 from swap_prune.evaluation import (
     beyond_chance,
     check_task,
@@ -144,7 +145,7 @@ class Run:
                 directory.configure(self._configuration())
                 try:
                     self._advance(sparsities, directory)
-                except InputError:
+                except Exception:
                     directory.clear_unless_saved()
                     raise
                 directory.write_model(self.model)
@@ -152,10 +153,11 @@ class Run:
 
     def _configuration(self) -> dict[str, Any]:
         """What a run has to share with another to be continued by it."""
-        inputs, targets = self._first_samples()
+        source = self.stream.source
+        inputs, targets = self._some_samples(source)
         check_task(self.model, (inputs, targets), self.given_loss)
         # Random transforms may differ from process to process, if torch's seed is not theirs.
-        fixed = _fingerprint(inputs) == _fingerprint(self._first_samples()[0])
+        fixed = _fingerprint(inputs) == _fingerprint(self._some_samples(source)[0])
         return {
             "settings": settings_of.describe(self.settings),
             "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
@@ -163,21 +165,24 @@ class Run:
             "value_of_loss": f"{mean_loss(self.model, (inputs, targets), self.loss):.3g}"
             if fixed
             else None,
-            "model_sha256": fingerprint(self.model.state_dict()),
+            "model_sha256": fingerprint(tensors_of(self.model)),
             "inputs_sha256": _fingerprint(inputs) if fixed else None,
             "targets_sha256": _fingerprint(targets),
-            "calibration_samples": len(self.stream.source),
+            "calibration_samples": len(source),
             "training_samples": len(self.training_indices),
+            "training_targets_sha256": None
+            if self.training_samples is source
+            else _fingerprint(self._some_samples(self.training_samples)[1]),
             "test_samples": None if self.test_data is None else len(self.test_data),
         }
 
-    def _first_samples(self) -> Batch:
-        """The samples by which a run knows its data again."""
-        source = self.stream.source
+    def _some_samples(self, source: Samples) -> Batch:
+        """The samples, from everywhere, by which a run knows its data again."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
-            first = torch.arange(min(FINGERPRINT_SAMPLES, len(source)))
-            return to_device(source.read(first), torch.device("cpu"))
+            count = min(FINGERPRINT_SAMPLES, len(source))
+            spread = torch.arange(count) * len(source) // count
+            return to_device(source.read(spread), torch.device("cpu"))
 
     def rehearse(self) -> None:
         """Take one step of training on a copy: what can't be trained is to be known first."""
@@ -216,9 +221,11 @@ class Run:
         """What the next step needs to know."""
         optimizer, values = ({}, {}) if period is None else period.state()
         method, method_values = self.method.state()
+        model = self.model.state_dict()
         return Step(
             number=number,
-            model=self.model.state_dict(),
+            model=model,
+            buffers={n: t for n, t in tensors_of(self.model).items() if n not in model},
             optimizer=optimizer,
             # Training after the last stage has no more use for it.
             method=method if period is None else {},
@@ -234,7 +241,7 @@ class Run:
 
     def _restore(self, saved: Step, stages: int) -> None:
         """Go on from a saved step."""
-        self.model.load_state_dict(saved.model)
+        load_tensors(self.model, saved.model | saved.buffers)
         self.history = saved.values["history"]
         self.seconds = saved.values["seconds"]
         if saved.number < stages:
@@ -319,6 +326,12 @@ class Run:
                 for noise in self.noises:
                     noisy.enter_context(noise.weights(self.model, self.weights, generator))
                 gradients = self._gradients(batch, indices, self.bar.update)
+            if number == 1 and not gradients.rows().any():
+                warnings.warn(
+                    "all gradients are zero, so that there are only magnitudes to go by: does the "
+                    "loss depend on the weights, without no_grad or detach on the way?",
+                    stacklevel=2,
+                )
             for noise in self.noises:
                 noise.rows(gradients.rows(), generator)
         else:
@@ -576,6 +589,22 @@ def build_method(settings: Settings) -> Method:
         metric=settings.metric or 0.0,
         block_size=settings.block_size or 0,
     )
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name, those that the state dict leaves out included."""
+    return {
+        name: tensor.detach()
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    }
+
+
+def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy what `tensors_of` gave into a model."""
+    with torch.no_grad():
+        for name, tensor in tensors_of(model).items():
+            tensor.copy_(tensors[name])
 
 
 def _fingerprint(tree: Any) -> str:

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from swap_prune.calibration import Samples, to_device
 from swap_prune.calling import call, evaluation_mode, fastest_format, formatted
-from swap_prune.errors import DivergedError, InputError
+from swap_prune.errors import DivergedError, InputError, reason
+from swap_prune.evaluation import check_task, cross_entropy
 from swap_prune.gradients.rows import Loss
 from swap_prune.masks import apply_masks, make_permanent
 
@@ -206,7 +207,7 @@ class Period:
 
         Raises:
             InputError: the model or the loss fails on a batch.
-            DivergedError: the loss is not finite any more.
+            DivergedError: the loss or a weight is not finite any more.
         """
         with self._seeded(epoch), self._training_state():
             order = self.indices[torch.randperm(len(self.indices))]
@@ -214,14 +215,20 @@ class Period:
             for number, batch in enumerate(_batches(order, self.settings.batch_size)):
                 value = self._step(batch, epoch * self.steps + number)
                 if not math.isfinite(value):
-                    raise DivergedError(
-                        f"training diverged in epoch {epoch + 1}: the loss is {value}; a smaller "
-                        f"learning_rate than {self.settings.learning_rate} is needed"
-                    )
+                    raise self._diverged(epoch, f"the loss is {value}")
                 total += value * len(batch)
                 if progress is not None:
                     progress(len(batch))
+            # A loss tells of the step before it, so the last one's is not among them.
+            if not all(torch.isfinite(parameter).all() for parameter in self.parameters.values()):
+                raise self._diverged(epoch, "a weight is not finite")
         return total / len(order)
+
+    def _diverged(self, epoch: int, sign: str) -> DivergedError:
+        return DivergedError(
+            f"training diverged in epoch {epoch + 1}: {sign}; a smaller learning_rate than "
+            f"{self.settings.learning_rate} is needed"
+        )
 
     def rehearse(self) -> None:
         """Take one step, on a model of which no more is wanted.
@@ -270,24 +277,34 @@ class Period:
     def _step(self, indices: Tensor, step: int) -> float:
         """One step of the optimiser on the samples `indices` (b,); the loss before it."""
         inputs, targets = self._read(indices)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
         try:
             output = call(self.model, inputs)
             value = self.loss(output, targets)
+            if self.teacher is not None:
+                share, distance = self.settings.distillation, self._distance_to(inputs, output)
+                value = (1 - share) * value + share * distance
+            self.optimizer.zero_grad()
+            value.backward()
+            self.optimizer.step()
+        except InputError:
+            raise
         except Exception as error:  # model and loss are the user's: anything may come out of them
-            reason = str(error).strip().split("\n")[0]
             raise InputError(
-                f"the model can't be trained on a batch of {len(indices)} samples: "
-                f"{type(error).__name__}: {reason}"
+                f"the model can't be trained on a batch of {len(indices)} samples of "
+                f"{self.samples.name}: {self._reason(error, inputs, targets, indices)}"
             ) from error
-        if self.teacher is not None:
-            share = self.settings.distillation
-            value = (1 - share) * value + share * self._distance_to(self.teacher, inputs, output)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(step)
-        self.optimizer.zero_grad()
-        value.backward()
-        self.optimizer.step()
         return value.item()
+
+    def _reason(self, error: Exception, inputs: Any, targets: Any, indices: Tensor) -> str:
+        """What went wrong; of the default loss, which label is to blame."""
+        if self.loss is cross_entropy:
+            try:
+                check_task(self.model, (inputs, targets), None, indices)
+            except InputError as found:
+                return str(found)
+        return reason(error)
 
     def _read(self, indices: Tensor) -> tuple[Any, Any]:
         inputs, targets = to_device(self.samples.read(indices), self.device)
@@ -295,15 +312,18 @@ class Period:
             inputs = crop_flip(inputs)
         return formatted(inputs, self.memory_format), targets
 
-    def _distance_to(self, teacher: nn.Module, inputs: Any, output: Any) -> Tensor:
-        if not (isinstance(output, Tensor) and output.ndim == 2 and output.is_floating_point()):
+    def _distance_to(self, inputs: Any, output: Any) -> Tensor:
+        """How far the outputs are from the dense model's soft labels."""
+        assert self.teacher is not None
+        fits = isinstance(output, Tensor) and output.ndim == 2 and output.is_floating_point()
+        if not fits or output.shape[1] < 2:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InputError(
-                f"distillation={self.settings.distillation} takes outputs (samples, classes); "
-                f"the model's are {shape}"
+                f"distillation={self.settings.distillation} takes outputs (samples, classes) of "
+                f"at least two classes; the model's are {shape}"
             )
-        with torch.no_grad(), evaluation_mode(teacher):
-            soft = call(teacher, inputs)
+        with torch.no_grad(), evaluation_mode(self.teacher):
+            soft = call(self.teacher, inputs)
         return soft_label_distance(output, soft, self.settings.temperature)
 
     def _learning_rate(self, step: int) -> float:
@@ -331,7 +351,8 @@ class Period:
                 for key, value in state.items():
                     state[key] = formatted(value, self.memory_format)
             self.model.train()
-            yield
+            with torch.enable_grad():
+                yield
         finally:
             make_permanent(self.model)
             self._lay_out(torch.contiguous_format)

@@ -1,6 +1,6 @@
 """Compute the rows of `G`: gradients of the loss of m samples each, for all rows at once.
 
-Two ways, tried in this order:
+Three ways, tried in this order:
 
 * **factored**: one forward and one backward pass over a chunk of samples record, for every
   Linear and Conv layer, its input `a` and the gradient `b` of its output; a row's gradient is the
@@ -9,15 +9,18 @@ Two ways, tried in this order:
   same parameters; a chunk is computed by one thread, so rows do not depend on how many there are.
 * **vectorised**: `vmap` of `grad` of the whole model, for what the first can't express (embeddings,
   attention's packed projections, weights used outside their layer, batch not in dimension 0).
+* **one by one**: a backward pass a row, for what can't be vectorised either (GRUs, data-dependent
+  branches, losses that use `.item()`). Far slower, so that a warning says which module is why.
 
 Rows of the first chunk (the first, the last, the largest) are compared with autograd's own
-gradients; a difference, for whatever reason, selects the second way. Samples are taken to be
+gradients; a difference, for whatever reason, rules the first way out. Samples are taken to be
 independent: a model whose output for one depends on the others in its batch has no rows.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +37,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calling import call, evaluation_mode, formatted
-from swap_prune.errors import InputError, NotFiniteError
+from swap_prune.errors import InputError, NotFiniteError, reason
 from swap_prune.gradients.buffers import Buffers
 from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
@@ -53,6 +56,10 @@ AGREEMENT = 1e-3
 
 class NotFactorableError(Exception):
     """The layer's gradient is not of the factored form; the message says why."""
+
+
+class NotVectorisableError(Exception):
+    """Rows can't be computed all at once; the message says in which module, and why."""
 
 
 @dataclass
@@ -130,8 +137,16 @@ def gradient_rows(
         return len(block) * samples_per_row
 
     def compute(worker: Worker, start: int) -> int:
-        x, y, block, _ = chunk(start)
-        fill(worker, weights, x, y, block)
+        x, y, block, part = chunk(start)
+        try:
+            fill(worker, weights, x, y, block)
+        except Exception as error:  # the model is the user's: anything may come out of it
+            known = torch.arange(samples) if numbers is None else numbers
+            _blame_failing_sample(worker, x, y, known[part])
+            raise InputError(
+                f"the gradients of {len(known[part])} calibration samples can't be computed: "
+                f"{reason(error)}"
+            ) from error
         return check(worker, start)
 
     starts = range(0, n, rows_per_chunk)
@@ -141,9 +156,8 @@ def gradient_rows(
         alone = Worker(model, loss)
         fill = _choose_way(alone, weights, x, y, block)
         alone.buffers = Buffers()
-        if fill is _fill_vectorised:
+        if fill in (_fill_vectorised, _fill_one_by_one):
             workers = [alone]
-            fill(alone, weights, x, y, block)
         for done in chain([check(workers[0], 0)], _spread(compute, workers, starts[1:])):
             if progress is not None:
                 progress(done)
@@ -209,7 +223,16 @@ def _choose_way(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block:
     for fill in ways:
         if _agrees(fill, worker, weights, x, y, block):
             return fill
-    return _fill_vectorised
+    try:
+        _fill_vectorised(worker, weights, x, y, block)
+        return _fill_vectorised
+    except NotVectorisableError as error:
+        try:
+            _fill_one_by_one(worker, weights, x, y, block)
+        except Exception:  # the model is the user's: anything may come out of it
+            raise InputError(str(error)) from error
+        warnings.warn(f"{error}; they are taken one by one, which is slow", stacklevel=2)
+        return _fill_one_by_one
 
 
 def _agrees(
@@ -234,7 +257,23 @@ def _row_agrees(
     model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, block: Tensor, row: int
 ) -> bool:
     """Whether one row of `block` is what autograd says."""
-    m = tree_leaves(x)[0].shape[0] // len(block)
+    try:
+        truth = _row(model, weights, x, y, loss, len(block), row)
+    except RuntimeError:
+        return False  # the vectorised way says which module is to blame
+    for _, _, columns in weights.slices():
+        expected = truth[columns]
+        error = (block[row, columns] - expected).abs().max()
+        if not error <= AGREEMENT * expected.abs().max() + 1e-12:
+            return bool(torch.isnan(error))
+    return True
+
+
+def _row(
+    model: nn.Module, weights: PrunableWeights, x: Any, y: Any, loss: Loss, rows: int, row: int
+) -> Tensor:
+    """One of the rows (p,) of a chunk, by a backward pass of its own."""
+    m = tree_leaves(x)[0].shape[0] // rows
     part = slice(row * m, (row + 1) * m)
     one_x, one_y = tree_map(lambda leaf: leaf[part], (x, y))
     parameters = [model.get_parameter(name) for name in weights.names]
@@ -242,18 +281,11 @@ def _row_agrees(
         parameter.requires_grad_(True)
     try:
         value = loss(call(model, one_x), one_y)
-        truth = torch.autograd.grad(value, parameters, allow_unused=True)
-    except RuntimeError:
-        return False  # the vectorised way says which module is to blame
+        found = torch.autograd.grad(value, parameters, materialize_grads=True)
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
-    for (_, shape, columns), gradient in zip(weights.slices(), truth, strict=True):
-        expected = torch.zeros(shape) if gradient is None else gradient
-        error = (block[row, columns].view(shape) - expected).abs().max()
-        if not error <= AGREEMENT * expected.abs().max() + 1e-12:
-            return bool(torch.isnan(error))
-    return True
+    return torch.cat([gradient.flatten().float() for gradient in found])
 
 
 def _fill_channels_last(
@@ -288,7 +320,9 @@ def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, blo
             anchors.append(torch.zeros((), requires_grad=True))
             output = output + anchors[-1]
 
-        def contribute(b: Tensor) -> None:
+        def contribute(b: Tensor | None) -> None:
+            if b is None:
+                raise NotFactorableError("no gradient comes back to the layer")
             if a._version != version:
                 raise NotFactorableError("the layer's input was changed in place")
             part = by_parameter[id(layer.weight)]
@@ -479,16 +513,24 @@ def _fill_vectorised(
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
             gradients = vmap(grad(row_loss), in_dims=(None, 0, 0))(parameters, x, y)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        reason = str(error).strip().split("\n")[0]
         where = f"module {inside[-1]}" if inside else "the loss"
-        raise InputError(
-            f"the gradients of single rows can't be computed in {where}: {reason}"
+        raise NotVectorisableError(
+            f"the gradients of all rows can't be computed at once in {where}: "
+            f"{reason(error).partition('. ')[0]}"
         ) from error
     finally:
         for handle in handles:
             handle.remove()
     for name, _, part in weights.slices():
         block[:, part] = gradients[name].reshape(rows, -1)
+
+
+def _fill_one_by_one(
+    worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor
+) -> None:
+    """A backward pass a row, into `block` (rows, p)."""
+    for row, place in enumerate(block):
+        place.copy_(_row(worker.model, weights, x, y, worker.loss, len(block), row))
 
 
 class _Call:
@@ -518,6 +560,19 @@ def blame_sample(model: nn.Module, x: Any, y: Any, loss: Loss, numbers: Tensor) 
                     f"the loss of calibration sample {number} is {value.item()}; "
                     "every sample must have a finite loss"
                 )
+
+
+def _blame_failing_sample(worker: Worker, x: Any, y: Any, numbers: Tensor) -> None:
+    """Raise with the number of the first sample on which model or loss fail, if there is one."""
+    for i, number in enumerate(numbers.tolist()):
+        one_x, one_y = tree_map(lambda leaf, i=i: leaf[i : i + 1], (x, y))
+        try:
+            with torch.no_grad():
+                worker.loss(call(worker.model, one_x), one_y)
+        except Exception as error:  # the model is the user's: anything may come out of it
+            raise InputError(
+                f"the model or the loss fails on calibration sample {number}: {reason(error)}"
+            ) from error
 
 
 def _blame_row(block: Tensor, numbers: Tensor) -> None:

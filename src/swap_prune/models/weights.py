@@ -22,7 +22,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         InputError: The file can't be read, or a tensor is missing, unexpected or doesn't fit.
     """
     found = _read(Path(path))
-    expected = model.state_dict()
+    state = model.state_dict()
+    # What a module keeps besides tensors (`get_extra_state`) is no matter of the file.
+    expected = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     for key, tensor in expected.items():
         if key not in found:
             raise InputError(
@@ -40,7 +42,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                 f"tensor {key!r} of weights {str(path)!r} is {_kind(tensor)}, "
                 f"but the model expects {_kind(expected[key])}"
             )
-    model.load_state_dict(found)
+    model.load_state_dict(state | found)
 
 
 def _kind(tensor: Tensor) -> str:
