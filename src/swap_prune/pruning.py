@@ -131,6 +131,8 @@ def prune(
         raise InputError(f"setting {min(unknown)!r} is unknown; accepted are {accepted}")
     if directory is not None and not isinstance(directory, (RunDirectory, Path, str)):
         raise InputError(f"directory is of type {type(directory).__name__}; give a path")
+    if directory == "":
+        raise InputError("directory is empty; give a path, '.' for the current one")
     if training_data is not None and fine_tuning is None:
         raise InputError("training_data has no effect without fine_tuning; give both, or neither")
     given = Settings(

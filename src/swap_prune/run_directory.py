@@ -108,24 +108,28 @@ class RunDirectory:
         """Raise unless a new run may be written here."""
         out = str(self.path)
         if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"out={out!r} is a file; give a directory")
+            raise InputError(f"the run directory {out!r} is a file; give a directory")
         self._check_no_end()
         if self.begun and not self.overwrite:
             how = "'swap-prune resume'" if self.recipe_path.exists() else "prune(directory=...)"
             raise InputError(
-                f"out={out!r} has an unfinished run; continue it with {how}, {INSTEAD}"
+                f"the run directory {out!r} has an unfinished run; continue it with {how}, "
+                f"{INSTEAD}"
             )
         existing = (self.path, *self.path.absolute().parents)
         parent = next(path for path in existing if path.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise InputError(f"out={out!r} can't be created or written to below {str(parent)!r}")
+            raise InputError(
+                f"the run directory {out!r} can't be created or written to below {str(parent)!r}"
+            )
 
     def _check_no_end(self) -> None:
         """Raise if there is a file here that the end of a new run would replace."""
         present = [name for name in (RESULT_FILE, MODEL_FILE) if (self.path / name).exists()]
         if present and not self.overwrite:
             raise InputError(
-                f"out={str(self.path)!r} already has a run ({', '.join(present)}); {INSTEAD}"
+                f"the run directory {str(self.path)!r} already has a run "
+                f"({', '.join(present)}); {INSTEAD}"
             )
 
     @contextmanager
@@ -139,8 +143,8 @@ class RunDirectory:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise InputError(
-                    f"out={str(self.path)!r} is in use by another process; wait for it, "
-                    "or give another directory"
+                    f"the run directory {str(self.path)!r} is in use by another process; "
+                    "wait for it, or give another directory"
                 ) from error
             with self._writing():
                 for folder in (self.path, self.path / STAGES):
@@ -202,8 +206,8 @@ class RunDirectory:
                 there, here = there.get(key), here.get(key)
             if there != here:
                 raise InputError(
-                    f"out={str(self.path)!r} has a run of another configuration: {key} is "
-                    f"{there!r} there and {here!r} here; {INSTEAD}"
+                    f"the run directory {str(self.path)!r} has a run of another configuration: "
+                    f"{key} is {there!r} there and {here!r} here; {INSTEAD}"
                 )
 
     def configuration(self) -> dict[str, Any]:
@@ -297,7 +301,9 @@ class RunDirectory:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise InputError(f"out={str(self.path)!r} can't be written to: {error}") from error
+            raise InputError(
+                f"the run directory {str(self.path)!r} can't be written to: {error}"
+            ) from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
