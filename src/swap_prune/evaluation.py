@@ -68,9 +68,10 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
         indices = torch.arange(start, min(start + size, len(samples)))
         inputs, targets = to_device(samples.read(indices), device)
         inputs = formatted(inputs, memory_format)
-        check_task(model, (inputs, targets), loss, indices)
         with torch.no_grad(), evaluation_mode(model):
             output = _output(model, inputs)
+            if loss is None:
+                _check_labels(output, targets, indices)
             total += len(indices) * _scalar_loss(loss or cross_entropy, output, targets)
         classifier = classifier and _names_classes(output, targets)
         if classifier:
@@ -215,7 +216,13 @@ def check_task(
         output = _output(model, one_input)
         of_two = _output(model, _twice(one_input))
         if loss is None:
-            _check_labels(output, one_target, batch[1], numbers)
+            if not is_classification(output, one_target):
+                raise InputError(
+                    "the default loss, cross-entropy, takes outputs (samples, classes) and integer "
+                    f"labels (samples,), not, of one sample, outputs {_kind(output)} and targets "
+                    f"{_kind(one_target)}; for another task pass loss= (in Python)"
+                )
+            _check_labels(output, batch[1], numbers)
             if of_two.shape[0] != 2:
                 raise InputError(
                     f"the model's output is {_kind(of_two)} for two samples; each must have its own"
@@ -269,14 +276,8 @@ def _kind(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _check_labels(output: Any, target: Any, targets: Any, numbers: Tensor | None) -> None:
-    """Raise unless the output for one sample and its target are a class's; look at all targets."""
-    if not is_classification(output, target):
-        raise InputError(
-            "the default loss, cross-entropy, takes outputs (samples, classes) and integer labels "
-            f"(samples,), not, of one sample, outputs {_kind(output)} and targets {_kind(target)}; "
-            "for another task pass loss= (in Python)"
-        )
+def _check_labels(output: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
+    """Raise unless every label (samples,) names one of the classes of an output."""
     wrong = ((targets < 0) | (targets >= output.shape[1])).nonzero().flatten()
     if len(wrong):
         number = int(wrong[0] if numbers is None else numbers[wrong[0]])
