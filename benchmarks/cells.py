@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -15,6 +16,16 @@ from tqdm import tqdm
 
 from benchmarks import networks
 from swap_prune import data, evaluate, models, prune
+
+
+def arguments(description: str, out: str) -> argparse.ArgumentParser:
+    """A parser of what all such benchmarks take; `out` is the name of the JSON file."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--networks", nargs="+", choices=networks.NETWORKS, default=["mlpnet"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results") / out)
+    return parser
 
 
 class Runs:
@@ -53,7 +64,7 @@ class Runs:
         )
         score = evaluate(result.model, splits.test)
         figures = {"top1": score.top1, "loss": score.loss, "seconds": result.seconds["total"]}
-        self.runs.append({**cell, **figures, "settings": result.settings})
         machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+        self.runs.append({**cell, **figures, **machine, "settings": result.settings})
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps({"machine": machine, "runs": self.runs}, indent=1) + "\n")
+        self.out.write_text(json.dumps({"runs": self.runs}, indent=1) + "\n")

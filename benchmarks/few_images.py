@@ -1,6 +1,6 @@
-"""Every method from the same few calibration images, as JSON; `benchmarks.readme` has the table.
+"""Four methods from the same few calibration images, as JSON; `benchmarks.readme` has the table.
 
-    python -m benchmarks.few_images --networks mlpnet --seeds 3
+    python -m benchmarks.few_images --networks mlpnet --seeds 3 --out few_images.json
 
 A run has 1,000 training images, drawn by its seed, and no others: those held out are among them,
 and every stage sees the same ones. 15 stages, defaults otherwise, no training, test images. Needs
@@ -9,15 +9,12 @@ the data sets and checkpoints. Every finished run is written at once and never r
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Subset
 
-from benchmarks import networks
-from benchmarks.cells import Runs
+from benchmarks.cells import Runs, arguments
 
 METHODS = ("magnitude", "wf", "lr", "ewr")
 IMAGES = 1000
@@ -25,13 +22,9 @@ IMAGES = 1000
 
 def main() -> None:
     """Run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--networks", nargs="+", choices=networks.NETWORKS, default=["mlpnet"])
+    parser = arguments(__doc__, "few_images.json")
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.8, 0.9, 0.95, 0.98])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/few_images.json"))
     options = parser.parse_args()
     runs = Runs(options.out, options.checkpoints)
     cells: list[dict[str, Any]] = [

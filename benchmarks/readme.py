@@ -113,7 +113,7 @@ def trained() -> str:
 
 
 def few_images() -> str:
-    """Every method from the same 1,000 images, nothing trained."""
+    """Four methods from the same 1,000 images, nothing trained."""
     methods = {name: UNTRAINED[name] for name in ("magnitude", "wf", "lr", "ewr")}
     runs = _read("few_images.json")["runs"]
     lines = []

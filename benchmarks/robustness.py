@@ -9,13 +9,10 @@ sets and checkpoints. Every finished run is written at once and never run again.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks import networks
-from benchmarks.cells import Runs
+from benchmarks.cells import Runs, arguments
 
 SETTINGS: dict[str, Any] = {
     "sparsity": 0.9, "stages": 15, "samples": 1000, "samples_per_row": 1, "held_out": 500,
@@ -34,12 +31,8 @@ METHODS = ("lr", "ewr")
 
 def main() -> None:
     """Run what is missing, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--networks", nargs="+", choices=networks.NETWORKS, default=["mlpnet"])
+    parser = arguments(__doc__, "robustness.json")
     parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--checkpoints", type=Path, default=Path("../shared/checkpoints"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/robustness.json"))
     options = parser.parse_args()
     runs = Runs(options.out, options.checkpoints)
     cells: list[dict[str, Any]] = [

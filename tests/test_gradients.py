@@ -245,7 +245,7 @@ class Undifferentiable(nn.Module):
     ("model", "inputs", "include", "module"),
     [
         (
-            nn.ModuleDict({"inner": nn.Sequential(nn.Embedding(5, 3), Branching())})["inner"],
+            nn.Sequential(nn.Embedding(5, 3), Branching()),
             torch.randint(5, (80, 2)),
             ["Embedding"],
             r"module 1 \(Branching\)",
