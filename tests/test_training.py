@@ -295,8 +295,14 @@ def test_crop_flip_shifts_and_flips(n, channels, height, width, seed):
     torch.manual_seed(seed)
     assert torch.equal(crop_flip(given_images), changed)
     assert changed.shape == given_images.shape
+    darkest = given_images.amin((0, 2, 3))
     for image, result in zip(given_images, changed, strict=True):
-        padded = nn.functional.pad(image, (4, 4, 4, 4))
+        padded = torch.stack(
+            [
+                nn.functional.pad(channel, (4, 4, 4, 4), value=dark.item())
+                for channel, dark in zip(image, darkest, strict=True)
+            ]
+        )
         crops = padded.unfold(1, height, 1).unfold(2, width, 1).permute(1, 2, 0, 3, 4)
         crops = crops.reshape(-1, channels, height, width)
         # Flipped first or shifted first: the same set of images, for shifts either way.
@@ -323,6 +329,7 @@ def test_authors_presets():
         )
         assert (preset.epochs_per_stage, preset.epochs_after) == (1, 0)
         assert (preset.optimizer, preset.momentum, preset.weight_decay) == ("sgd", momentum, decay)
+    assert (mlpnet.augmentation, resnet.augmentation) == ("none", "crop-flip")
     for preset in PRESETS.values():
         check(preset)
 

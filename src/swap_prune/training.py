@@ -68,7 +68,10 @@ _AUTHORS = FineTuning(
 PRESETS: dict[str, FineTuning] = {
     "default": FineTuning(),
     "authors-mlpnet": replace(_AUTHORS, momentum=0.5, weight_decay=0.0),
-    "authors-resnet20": replace(_AUTHORS, momentum=0.9, weight_decay=1e-4),
+    # The scripts for CIFAR-10 that theirs come from train on random crops and flips.
+    "authors-resnet20": replace(
+        _AUTHORS, momentum=0.9, weight_decay=1e-4, augmentation="crop-flip"
+    ),
 }
 
 
@@ -368,7 +371,9 @@ class Period:
 def crop_flip(images: Any) -> Tensor:
     """Images (samples, channels, height, width), each shifted and, by chance, flipped.
 
-    Zeros come in where an image is shifted away. Random numbers are torch's own.
+    What comes in where an image is shifted away is each channel's darkest value of the batch:
+    black, as where photographs are shifted before they are normalised. Zeros would be gray, which
+    a network trained in that order does not know (docs/choices.md). Random numbers are torch's own.
 
     Raises:
         InputError: the inputs are no such tensor.
@@ -386,7 +391,8 @@ def crop_flip(images: Any) -> Tensor:
     columns = torch.arange(width, device=images.device)
     columns = torch.where(flipped, width - 1 - columns, columns) + right
     # With the channels last a pixel is one piece of memory.
-    padded = functional.pad(images.permute(0, 2, 3, 1), (0, 0, SHIFT, SHIFT, SHIFT, SHIFT))
+    padded = images.amin((0, 2, 3)).repeat(count, height + 2 * SHIFT, width + 2 * SHIFT, 1)
+    padded[:, SHIFT:-SHIFT, SHIFT:-SHIFT] = images.permute(0, 2, 3, 1)
     sample = torch.arange(count, device=images.device)[:, None, None]
     return padded[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
