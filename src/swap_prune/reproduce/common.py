@@ -159,7 +159,7 @@ class Table(ABC, Generic[C]):
                 print(f"{error}; to try again, delete {path}", file=sys.stderr, flush=True)
             contents = self.write(out, cells, command)
         print(self.markdown(contents))
-        print(f"written: {', '.join(str(out / name) for name in self._files(contents))}")
+        print(f"written: {', '.join(str(out / name) for name in self.files(contents))}")
 
     def command_line(self, options: argparse.Namespace) -> str:
         """The command that `options` came from."""
@@ -179,15 +179,32 @@ class Table(ABC, Generic[C]):
         """
         commands, cells = self._read(out / f"{self.name}.json")
         records = [self._record(cell, out) for cell in sorted({*cells, *asked}, key=self.order)]
+        contents = self.contents(records, [*commands, command])
+        try:
+            for name, text in self.files(contents).items():
+                write_whole(out / name, text.encode())
+        except OSError as error:
+            raise InputError(f"--out {str(out)!r} can't be written to: {error}") from error
+        return contents
+
+    def contents(
+        self, records: Sequence[Mapping[str, Any]], commands: Iterable[str]
+    ) -> dict[str, Any]:
+        """What the JSON file of these cells has; commands that are there twice count once.
+
+        Raises:
+            InputError: the cells of a network are from different weights.
+        """
         for network in dict.fromkeys(record["network"] for record in records):
             dense = {r["top1_dense"] for r in records if r["network"] == network} - {None}
             if len(dense) > 1:
                 raise InputError(
-                    f"--out {str(out)!r} has cells of {network} from different weights, with dense "
-                    f"top-1 {' and '.join(f'{value:.2f}' for value in sorted(dense))}; give another"
+                    f"the cells of {network} are from different weights, with dense top-1 "
+                    f"{' and '.join(f'{value:.2f}' for value in sorted(dense))}; give each an "
+                    "--out of its own"
                 )
-        contents = {
-            "commands": list(dict.fromkeys([*commands, command])),
+        return {
+            "commands": list(dict.fromkeys(commands)),
             "machine": {
                 "cores": os.cpu_count(),
                 "threads": torch.get_num_threads(),
@@ -199,14 +216,8 @@ class Table(ABC, Generic[C]):
             **self.summary(records),
             "cells": records,
         }
-        try:
-            for name, text in self._files(contents).items():
-                write_whole(out / name, text.encode())
-        except OSError as error:
-            raise InputError(f"--out {str(out)!r} can't be written to: {error}") from error
-        return contents
 
-    def _files(self, contents: Mapping[str, Any]) -> dict[str, str]:
+    def files(self, contents: Mapping[str, Any]) -> dict[str, str]:
         """Name and text of every file."""
         return {
             f"{self.name}.md": self.markdown(contents) + "\n",
@@ -220,7 +231,7 @@ class Table(ABC, Generic[C]):
             return [], []
         try:
             contents = json.loads(path.read_text())
-            cells = [self._cell(record) for record in contents["cells"]]
+            cells = [self.cell_of(record) for record in contents["cells"]]
             return list(contents["commands"]), sorted(cells, key=self.order)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
@@ -228,7 +239,8 @@ class Table(ABC, Generic[C]):
                 "that are finished stay), or give another --out"
             ) from error
 
-    def _cell(self, record: Mapping[str, Any]) -> C:
+    def cell_of(self, record: Mapping[str, Any]) -> C:
+        """The cell that a line of the JSON file is of."""
         # What a table of an earlier version does not have is as it was before there was a choice.
         known = (f for f in fields(self.cell) if f.name in record or f.default is REQUIRED)
         return self.cell(**{f.name: record[f.name] for f in known})
@@ -248,7 +260,7 @@ class Table(ABC, Generic[C]):
     def _times(self, contents: Mapping[str, Any]) -> list[tuple[tuple[str, ...], float]]:
         """Kind and seconds of the finished cells."""
         finished = (r for r in contents["cells"] if r["seconds"] is not None)
-        return [(self._cell(record).kind, record["seconds"]) for record in finished]
+        return [(self.cell_of(record).kind, record["seconds"]) for record in finished]
 
     def _prepare(
         self, cells: Iterable[C], weights_directory: Path | None, data_directory: Path | None
