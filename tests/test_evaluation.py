@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from swap_prune import evaluate
+from swap_prune import InputError, evaluate
 from swap_prune.evaluation import (
     CHANCE,
     GROUPS,
@@ -147,3 +147,11 @@ def test_a_gain_has_to_be_worthwhile_and_infinite_losses_are_the_worst():
     assert judge([1.0, 1.0], [float("inf"), 1.0])
     assert not judge([float("inf"), 1.0], [1.0, 1.0])
     assert not judge([float("inf"), 1.0], [float("inf"), 1.0])
+
+
+def test_models_without_data_are_refused():
+    data = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(InputError, match="parameter weight has no data yet"):
+        evaluate(nn.LazyLinear(2), data)
+    with pytest.raises(InputError, match="parameter weight is on the meta device"):
+        evaluate(nn.Linear(3, 2, device="meta"), data)

@@ -14,9 +14,16 @@ from swap_prune.errors import InputError
 
 
 def check_module(model: Any) -> None:
-    """Raise unless `model` is a module."""
+    """Raise unless `model` is a module whose parameters have data."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InputError(f"model's parameter {name} has no data yet: run the model once before")
+        if parameter.is_meta:
+            raise InputError(
+                f"model's parameter {name} is on the meta device, without data: load its weights"
+            )
 
 
 def call(model: nn.Module, x: Any) -> Any:

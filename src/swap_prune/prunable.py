@@ -148,18 +148,11 @@ def _matches(selector: Selector, path: str, leaf: str, module: nn.Module) -> boo
         return is_weight and isinstance(module, selector)
     if is_weight and (selector == path or fnmatchcase(type(module).__name__, selector)):
         return True
-    parameter = getattr(module, leaf)
-    # How many dimensions it will have is not known yet; it is refused for that later.
-    lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-    meant = selector.endswith(leaf) or lazy or parameter.ndim > 1
+    meant = selector.endswith(leaf) or getattr(module, leaf).ndim > 1
     return meant and fnmatchcase(f"{path}.{leaf}" if path else leaf, selector)
 
 
 def _check_weight(name: str, weight: nn.Parameter) -> None:
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        raise InputError(f"the weight {name} has no data yet: run the model once before pruning")
-    if weight.is_meta:
-        raise InputError(f"the weight {name} is on the meta device, without data: load its weights")
     if not weight.is_floating_point():
         raise InputError(
             f"the weight {name} is of {weight.dtype}; only real floating-point weights are prunable"
