@@ -131,7 +131,7 @@ class InputNoise(Noise):
     """The paper's: Gaussian noise on the inputs of a fraction of the samples.
 
     It is as strong as makes σ of the noisy batch `(1 + level)` times that of the clean one, which
-    `calibrate` finds by bisection. Integer inputs (tokens) stay as they are.
+    `calibrate` finds by trials. Integer inputs (tokens) stay as they are.
 
     Attributes:
         fraction: of the samples, in [0, 1].
@@ -416,7 +416,10 @@ def _sigma(gradients: Tensor | GradientOperator) -> float:
 
 
 def _search(sigma: Callable[[float], float], clean: float, level: float) -> Reached:
-    """The deviation whose σ is `(1 + level) · clean`: doubled until it is too much, then bisected.
+    """The deviation whose σ is `(1 + level) · clean`: doubled until it is too much, then between.
+
+    σ² = a + b deviation², as of independent noise, says where between, not too near to either end;
+    every other time it is the middle, for gradients that jump.
 
     Args:
         sigma: from the deviation of the inputs' noise to σ of the gradients.
@@ -434,6 +437,15 @@ def _search(sigma: Callable[[float], float], clean: float, level: float) -> Reac
     def miss(deviation: float) -> float:
         return abs(measured[deviation] - target)
 
+    def between(low: float, high: float) -> float:
+        rise = measured[high] ** 2 - measured[low] ** 2
+        share = (target**2 - measured[low] ** 2) / rise
+        middle, quarter = (low + high) / 2, (high - low) / 4
+        if len(measured) % 2 or not 0 < share < 1:
+            return middle
+        trial = math.sqrt(low**2 + share * (high**2 - low**2))
+        return min(max(trial, middle - quarter), middle + quarter)
+
     low, high, trial, best = 0.0, math.inf, FIRST_DEVIATION, 0.0
     while miss(best) > TOLERANCE * level * clean:
         if trial > LARGEST_DEVIATION or len(measured) > MOST_ITERATIONS:
@@ -441,7 +453,7 @@ def _search(sigma: Callable[[float], float], clean: float, level: float) -> Reac
         measured[trial] = sigma(trial)
         best = min(best, trial, key=miss)
         low, high = (low, trial) if measured[trial] >= target else (trial, high)
-        trial = 2 * low if high == math.inf else (low + high) / 2
+        trial = 2 * low if high == math.inf else between(low, high)
     jumps = high < math.inf
     if miss(best) > (ACCEPTED_MISS if jumps else TOLERANCE) * level * clean:
         deviation = max((d for d in measured if measured[d] < target), key=measured.__getitem__)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -431,14 +432,17 @@ class Run:
 
     def _calibrate_noise(self, batch: Batch, indices: Tensor, generator: torch.Generator) -> None:
         """Fit the noises to the model on the first batch."""
-        self.bar.set_description("calibrating the noise")
+        takes = count(1)
+
+        def rows(noisy: Batch) -> GradientOperator:
+            self.bar.set_description(f"calibrating the noise: gradients, trial {next(takes)}")
+            return self._gradients(noisy, indices)
+
         # From a twin, so that the stage's own draw is the one that was measured.
         generator = torch.Generator().set_state(generator.get_state())
         calibrated: list[Noise] = []
         for noise in self.noises:
-            calibrated.append(
-                noise.calibrate(batch, lambda noisy: self._gradients(noisy, indices), generator)
-            )
+            calibrated.append(noise.calibrate(batch, rows, generator))
             batch = calibrated[-1].samples(batch, generator, self._classes(batch[0]))
         self.noises = tuple(calibrated)
 
