@@ -1,4 +1,4 @@
-"""Magnitude and WoodFisher on ResNet20 as the published columns had it, as JSON.
+"""Magnitude and WoodFisher on ResNet20, made like that of the published columns, as JSON.
 
     python -m benchmarks.published_network --sparsities 0.7 0.8 --seeds 3
 
@@ -6,8 +6,8 @@ The scripts behind the published columns of ResNet20 (dense 91.36; ours has 91.4
 CIFAR-10 in another way than the network was trained with, and let BatchNorm's statistics adapt
 to that on random crops and flips before anything is cut. Here the same: the statistics come from
 5,000 training images, changed and drawn by the seed, rows are of such images too, and the test
-images are normalised likewise. Nothing is trained. (WoodFisher's own script also trains for two
-epochs first, which is left out.)
+images are normalised likewise. Nothing is trained. (WoodFisher's own script, as we read it, also
+trains for two epochs first, which is left out.)
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ _AUTHORS = FineTuning(
 PRESETS: dict[str, FineTuning] = {
     "default": FineTuning(),
     "authors-mlpnet": replace(_AUTHORS, momentum=0.5, weight_decay=0.0),
-    # The scripts for CIFAR-10 that theirs come from train on random crops and flips.
+    # WoodFisher's script for CIFAR-10, which has these settings, trains on crops and flips.
     "authors-resnet20": replace(
         _AUTHORS, momentum=0.9, weight_decay=1e-4, augmentation="crop-flip"
     ),
