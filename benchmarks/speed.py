@@ -3,7 +3,7 @@
     python -m benchmarks.speed --out benchmarks/results/speed.json
 
 Rows of G against a loop of single backward passes, products with G against a plain dot and copy
-over the same bytes, and Sinkhorn against POT's. Nothing else should run on the machine meanwhile.
+over the same bytes, Sinkhorn against POT's, and training in bfloat16 against float32. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from torch.nn import functional
 
 from benchmarks import transport
 from swap_prune import models, select_weights
+from swap_prune.calibration import Samples
 from swap_prune.gradients import DenseGradients, gradient_rows
+from swap_prune.machine import fastest_precision
+from swap_prune.training import FineTuning, Period
 
 
 def main() -> None:
@@ -40,6 +43,7 @@ def main() -> None:
         "gradients": measure_gradients(),
         "products": measure_products(),
         "transport": transport.measure(),
+        "training": measure_training(),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -102,6 +106,33 @@ def measure_products() -> list[dict[str, Any]]:
             }
         )
     return measured
+
+
+def measure_training(samples: int = 1280) -> dict[str, Any]:
+    """An epoch of ResNet20, half of its weights pruned, in float32 against bfloat16."""
+    torch.manual_seed(0)
+    model = models.build("resnet20")
+    weights = select_weights(model, models.PRUNABLE["resnet20"])
+    masks = {name: torch.rand_like(model.get_parameter(name)) < 0.5 for name in weights.names}
+    data = Samples((torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))))
+    everything = torch.arange(samples)
+    periods = [
+        Period(
+            model, masks, None, functional.cross_entropy, data, everything,
+            FineTuning(precision=precision), epochs=1, seed=0, period=0,
+        )
+        for precision in ("float32", "bfloat16")
+    ]  # fmt: skip
+    seconds = [[_best(lambda p=p: p.run_epoch(0), 1) for p in periods] for _ in range(5)]
+    full, rounded = (min(times) for times in zip(*seconds, strict=True))
+    return {
+        "samples": samples,
+        "float32_seconds": full,
+        "bfloat16_seconds": rounded,
+        "ratio": full / rounded,
+        "ratios_of_rounds": sorted(slow / fast for slow, fast in seconds),
+        "fastest_precision": fastest_precision(torch.device("cpu")),
+    }
 
 
 def _best(function: Callable[[], Any], repeats: int = 9) -> float:

@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from swap_prune import DivergedError, InputError, apply_masks, evaluate, prune
+from swap_prune import DivergedError, InputError, apply_masks, evaluate, machine, prune
 from swap_prune.gradients import DenseGradients
 from swap_prune.schedule import sparsities
 from swap_prune.settings import METHODS
@@ -445,6 +445,18 @@ def test_stages_are_measured_after_the_cut_and_before_training():
     assert torch.equal(weights_of(measured.model), weights_of(unmeasured.model))
     with pytest.raises(InputError, match="test_data"):
         prune(model, samples(), test_data=7, **quick)
+
+
+def test_the_precision_of_training_is_settled_and_saved():
+    quick = {**QUICK, "sparsity": 0.8, "method": "magnitude"}
+    settled = machine.fastest_precision(torch.device("cpu"))
+    tuned = {"epochs_after": 1, "batch_size": 16}
+    automatic, named = (
+        prune(trained(), samples(), fine_tuning={**tuned, "precision": precision}, **quick)
+        for precision in ("auto", settled)
+    )
+    assert automatic.settings["fine_tuning"]["precision"] == settled
+    assert torch.equal(weights_of(automatic.model), weights_of(named.model))
 
 
 def test_magnitude_takes_input_noise_without_batchnorm_too():

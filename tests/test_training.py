@@ -99,10 +99,17 @@ def assert_equal(first: nn.Module, second: nn.Module) -> None:
         assert torch.equal(second.state_dict()[key], value), key
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("build", [convnet, perceptron])
-def test_an_interruption_between_epochs_changes_no_bit(build, optimizer):
-    wanted = replace(SETTINGS, optimizer=optimizer, augmentation="crop-flip", distillation=0.3)
+def test_an_interruption_between_epochs_changes_no_bit(build, optimizer, precision):
+    wanted = replace(
+        SETTINGS,
+        optimizer=optimizer,
+        augmentation="crop-flip",
+        distillation=0.3,
+        precision=precision,
+    )
     straight, teacher = build(), build()
     masks = pruned(straight)
     stopped = copy.deepcopy(straight)
@@ -123,6 +130,36 @@ def test_an_interruption_between_epochs_changes_no_bit(build, optimizer):
     assert_equal(resumed, straight)
     for key, tensor in whole.state()[0].items():
         assert torch.equal(second.state()[0][key], tensor)
+
+
+def test_bfloat16_is_for_the_passes_of_both_models_and_for_nothing_else():
+    model, teacher = convnet(), convnet()
+    masks = pruned(model)
+    exact = copy.deepcopy(model)
+    seen, judged = [], []
+    for watched in (model, teacher):
+        first = next(module for module in watched.modules() if isinstance(module, nn.Conv2d))
+        first.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        judged.append(output.dtype)
+        return cross_entropy(output, targets)
+
+    rounded = replace(SETTINGS, distillation=0.3, precision="bfloat16")
+    training = period(model, masks, settings=rounded, teacher=teacher, loss=loss)
+    seen.clear()  # of finding out which memory format is fastest
+    value = training.run_epoch(0)
+    assert set(seen) == {torch.bfloat16}
+    full = period(exact, masks, settings=replace(rounded, precision="float32"), teacher=teacher)
+    assert value == pytest.approx(full.run_epoch(0), rel=0.01)
+    assert set(judged) == {torch.float32}
+    assert all(tensor.dtype == torch.float32 for tensor in training.state()[0].values())
+    for name, weight in model.named_parameters():
+        assert weight.dtype == torch.float32
+        difference = (weight - exact.get_parameter(name)).norm() / weight.norm()
+        assert difference < 0.05, name
+        if name in masks:
+            assert not weight[~masks[name]].any()
 
 
 @settings(max_examples=10, deadline=None)
@@ -354,6 +391,7 @@ def test_settings_are_named_listed_or_built():
             r"learning_rate_schedule=None is unknown; accepted are cosine, constant",
         ),
         ({"augmentation": ["none"]}, r"augmentation=\['none'\] is unknown"),
+        ({"precision": "float16"}, r"precision='float16' is unknown; accepted are float32, bfl"),
         ({"epochs_after": True}, r"epochs_after=True must be a whole number of at least 0"),
         ({"epochs_per_stage": -1}, r"epochs_per_stage=-1 must be"),
         ({"batch_size": 0}, r"batch_size=0 must be a whole number of at least 1"),

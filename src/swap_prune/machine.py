@@ -1,4 +1,4 @@
-"""What the machine can hold."""
+"""What the machine can hold, and what it is fast at."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import contextlib
 import os
 from pathlib import Path
 
+import torch
+
 from swap_prune import settings as settings_of
 from swap_prune.errors import InputError
 
 # Of a row: G's float32, and a copy of the columns of the weights that are left.
 BYTES_A_WEIGHT = 8
+# x86's two kinds. The first trains ResNet20 1.7 times as fast (docs/results.md, speed); no other
+# processor's was measured.
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 # Where Linux says how much memory a container has, in bytes: version 2 of its groups, and 1.
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -38,6 +43,20 @@ def check_memory(n: int, p: int, remembered: int = 0) -> None:
 def most_rows(p: int) -> int:
     """How many rows of gradients for `p` weights the machine can hold."""
     return _memory() // (BYTES_A_WEIGHT * p)
+
+
+def fastest_precision(device: torch.device) -> str:
+    """What precision="auto" trains in: bfloat16 on devices with instructions for it.
+
+    Others would emulate it, many times slower than float32.
+    """
+    if device.type == "cpu":
+        # Older versions of torch don't tell.
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+        native = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
+    else:
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if native else "float32"
 
 
 def _memory() -> int:

@@ -18,7 +18,7 @@ from swap_prune.calling import check_module
 from swap_prune.errors import InputError, reason
 from swap_prune.evaluation import check_task
 from swap_prune.gradients.rows import Loss
-from swap_prune.machine import affordable_memory, check_memory
+from swap_prune.machine import affordable_memory, check_memory, fastest_precision
 from swap_prune.masks import is_masked
 from swap_prune.noise import resolve as resolve_noise
 from swap_prune.prunable import select_weights
@@ -169,6 +169,9 @@ def prune(
         check_memory(resolved.samples or 1, weights.size, int(resolved.memory or 0))
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
+    if resolved.fine_tuning is not None and resolved.fine_tuning.precision == "auto":
+        tuned = replace(resolved.fine_tuning, precision=fastest_precision(device))
+        resolved = replace(resolved, fine_tuning=tuned)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(resolved.seed)
         trains_on_calibration = resolved.fine_tuning is not None and training_data is None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from swap_prune.calibration import Samples, to_device
 from swap_prune.calling import call, evaluation_mode, fastest_format, formatted
@@ -42,6 +43,9 @@ class FineTuning:
         temperature: of the soft labels.
         augmentation: "none", or "crop-flip" of images (samples, channels, height, width): a shift
             of up to 4 pixels and, half of the time, a horizontal flip.
+        precision: "float32", or "bfloat16" for the models' forward and backward passes (torch's
+            autocast; weights, loss and optimiser stay as they are), or "auto": bfloat16 where the
+            processor has instructions for it, which `machine.fastest_precision` decides.
     """
 
     epochs_per_stage: int = 0
@@ -55,6 +59,7 @@ class FineTuning:
     distillation: float = 0.0
     temperature: float = 4.0
     augmentation: str = "none"
+    precision: str = "float32"
 
 
 # What the paper's authors published: one short epoch after each stage, and none at the end.
@@ -123,6 +128,7 @@ def check(settings: FineTuning) -> None:
         ("optimizer", ("sgd", "adam")),
         ("learning_rate_schedule", ("cosine", "constant")),
         ("augmentation", ("none", "crop-flip")),
+        ("precision", ("float32", "bfloat16", "auto")),
     ):
         value = getattr(settings, name)
         if value not in accepted:
@@ -283,7 +289,7 @@ class Period:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         try:
-            output = call(self.model, inputs)
+            output = self._output(self.model, inputs)
             value = self.loss(output, targets)
             if self.teacher is not None:
                 share, distance = self.settings.distillation, self._distance_to(inputs, output)
@@ -299,6 +305,18 @@ class Period:
                 f"{self.samples.name}: {self._reason(error, inputs, targets, indices)}"
             ) from error
         return value.item()
+
+    def _output(self, model: nn.Module, inputs: Any) -> Any:
+        """What a model says of the inputs, in the precision of the settings."""
+        if self.settings.precision == "float32":
+            return call(model, inputs)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            output = call(model, inputs)
+        # The loss is a sum of many small terms, of which eight bits would lose some.
+        return tree_map(
+            lambda leaf: leaf.float() if getattr(leaf, "dtype", None) == torch.bfloat16 else leaf,
+            output,
+        )
 
     def _reason(self, error: Exception, inputs: Any, targets: Any, indices: Tensor) -> str:
         """What went wrong; of the default loss, which label is to blame."""
@@ -326,7 +344,7 @@ class Period:
                 f"at least two classes; the model's are {shape}"
             )
         with torch.no_grad(), evaluation_mode(self.teacher):
-            soft = call(self.teacher, inputs)
+            soft = self._output(self.teacher, inputs)
         return soft_label_distance(output, soft, self.settings.temperature)
 
     def _learning_rate(self, step: int) -> float:
