@@ -3,7 +3,8 @@
     python -m benchmarks.speed --out benchmarks/results/speed.json
 
 Rows of G against a loop of single backward passes, products with G against a plain dot and copy
-over the same bytes, Sinkhorn against POT's, and training in bfloat16 against float32. Nothing else should run on the machine meanwhile.
+over the same bytes, Sinkhorn against POT's, and training in bfloat16 against float32.
+Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def fastest_precision(device: torch.device) -> str:
     """
     if device.type == "cpu":
         # Older versions of torch don't tell.
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+        capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
         native = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
     else:
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
