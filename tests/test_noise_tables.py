@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from scipy import stats
 
-from swap_prune import InputError, experiment, models, reproduce, settings
+from swap_prune import InputError, experiment, models, reproduce, settings, training
 from swap_prune.methods import WassersteinRegression
 from swap_prune.noise import NOISES, resolve
 from swap_prune.reproduce import noise_tables
@@ -102,8 +102,12 @@ def test_a_shipped_recipe_is_the_papers_protocol(network, protocol):
     assert recipe.model == network
     assert recipe.measure_stages
     assert (given["samples"], given["samples_per_row"]) == (100, 1)
-    trained = {"untrained": None, "authors": f"authors-{network}"}[protocol]
-    assert given.get("fine_tuning") == trained
+    trained = training.resolve(given.get("fine_tuning"))
+    authors = training.PRESETS.get(f"authors-{network}")
+    # Rounding is this machine's affair, not the protocol's.
+    assert (trained and replace(trained, precision="float32")) == (
+        authors if protocol == "authors" else None
+    )
     if network == "efficientnet-lite0":
         assert given["schedule"] == pytest.approx([*SCHEDULE[:7], 0.75])
         # Every stage has images of its own.
