@@ -110,6 +110,11 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
         type=_count_or_auto,
         help="rows remembered of earlier stages, or auto (ewr: auto)",
     )
+    option(
+        "--audit",
+        action=argparse.BooleanOptionalAction,
+        help="correct gradients that the losses refute (ewr: yes)",
+    )
     option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
     option(
         "--block-size",

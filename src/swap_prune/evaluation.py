@@ -97,6 +97,11 @@ def group_losses(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
     return _losses(model, batch, loss, max(1, tree_leaves(batch[0])[0].shape[0] // GROUPS))
 
 
+def row_losses(model: nn.Module, batch: Batch, loss: Loss, samples_per_row: int) -> Tensor:
+    """The losses (n,), in float64, of the samples of each row; infinite rather than NaN."""
+    return _losses(model, batch, loss, samples_per_row)
+
+
 def _losses(model: nn.Module, batch: Batch, loss: Loss, most: int) -> Tensor:
     """The losses of parts of at most `most` samples, as sums in units of the mean part."""
     sums, sizes = [], []

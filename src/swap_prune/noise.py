@@ -270,18 +270,12 @@ class AnalogNoise(Noise):
         self, model: nn.Module, prunable: PrunableWeights, generator: torch.Generator
     ) -> Iterator[None]:
         """A context in which the prunable weights are noisy; they are restored to the bit."""
-        parameters = [model.get_parameter(name) for name in prunable.names]
-        saved = [parameter.detach().clone() for parameter in parameters]
-        try:
+        with prunable.kept(model) as parameters:
             with torch.no_grad():
                 for parameter in parameters:
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.mul_((1 + self.level * noise).to(parameter))
             yield
-        finally:
-            with torch.no_grad():
-                for parameter, exact in zip(parameters, saved, strict=True):
-                    parameter.copy_(exact)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -58,6 +59,18 @@ class PrunableWeights:
                     unmoved = (weight.to(new.dtype) == new) & (new != 0)
                     new = torch.where(unmoved, weight, new.double())
                 weight.copy_(new)
+
+    @contextmanager
+    def kept(self, model: nn.Module) -> Iterator[list[nn.Parameter]]:
+        """The weights themselves, to be changed at will: they are restored to the bit."""
+        parameters = [model.get_parameter(name) for name in self.names]
+        saved = [parameter.detach().clone() for parameter in parameters]
+        try:
+            yield parameters
+        finally:
+            with torch.no_grad():
+                for parameter, exact in zip(parameters, saved, strict=True):
+                    parameter.copy_(exact)
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """View a vector (p,) as one tensor per weight, by name."""

@@ -100,6 +100,9 @@ def prune(
             memory: rows that stand for those of earlier stages, or "auto": as many as make 1,000
                 with the fresh ones, within 2 GiB and what the machine holds, but at least 50 where
                 it does ("auto" for "ewr", 0 for "lr").
+            audit: check the gradients of every stage against losses, two forward passes along each
+                of four directions, first of 50 rows, and of all where one of these is refuted;
+                refuted rows are corrected (True for "ewr", False for "lr").
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.

@@ -21,7 +21,15 @@ REGRESSIONS = ("lr", "ewr")
 # The settings that only some methods have.
 PARTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("wf", "cbs", *REGRESSIONS): ("damping",),
-    REGRESSIONS: ("first_order", "selection", "memory", "discount", "metric", "block_size"),
+    REGRESSIONS: (
+        "first_order",
+        "selection",
+        "memory",
+        "discount",
+        "metric",
+        "block_size",
+        "audit",
+    ),
     ("ewr",): ("epsilon", "relative", "mixture", "coupling", "derivative", "alternations"),
 }
 COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
@@ -66,6 +74,7 @@ class Settings:
     metric: float | Auto | None = None
     block_size: int | None = None
     contamination: float | Auto | None = None
+    audit: bool | None = None
     per_layer: bool = False
     batchnorm: str = "auto"
     include: tuple[Selector, ...] | None = None
@@ -110,9 +119,11 @@ def check(settings: Settings) -> None:
             raise InputError(
                 f"{name}={value!r} must be a whole number of at least {least}{limit}{or_auto}"
             )
-    for name in ("relative", "per_layer"):
-        if not isinstance(getattr(settings, name), bool):
-            raise InputError(f"{name}={getattr(settings, name)!r} must be True or False")
+    for name in ("relative", "per_layer", "audit"):
+        value = getattr(settings, name)
+        unset = value is None and Settings.__dataclass_fields__[name].default is None
+        if not unset and not isinstance(value, bool):
+            raise InputError(f"{name}={value!r} must be True or False")
     if settings.derivative == "printed" and settings.coupling != "sinkhorn":
         raise InputError(
             f"coupling={settings.coupling!r} has no part in the printed derivative, which smooths "
@@ -229,6 +240,7 @@ def resolve(given: Settings, available: int) -> Settings:
         metric=metric,
         block_size=block_size,
         contamination=contamination,
+        audit=given.method == "ewr" if given.audit is None else given.audit,
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),
         held_out=held_out,

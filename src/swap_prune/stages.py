@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
+from swap_prune import audit, training
 from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
-from swap_prune import training
 from swap_prune.calibration import Batch, CalibrationStream, Samples, to_device
 from swap_prune.calling import fastest_format, formatted
 from swap_prune.errors import DivergedError, NotFiniteError
@@ -33,8 +33,9 @@ from swap_prune.evaluation import (
     group_losses,
     mean_loss,
     outputs_of,
+    row_losses,
 )
-from swap_prune.gradients import GradientOperator, gradient_rows
+from swap_prune.gradients import DenseGradients, GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
 from swap_prune.methods import (
     CombinatorialBrainSurgeon,
@@ -60,6 +61,8 @@ BASELINES: dict[str, type[Method]] = {
 }
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
+# Rows of a stage that are checked first: with a quarter of them wrong, one is found by all odds.
+AUDITED_ROWS = 50
 # Seeds of the steps of runs with neighbouring seeds must not meet.
 SEED_STRIDE = 1_000_003
 
@@ -306,7 +309,7 @@ class Run:
         where = f"stage {number}/{stages}, sparsity {sparsities[-1]:.3f}"
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
-        batch = gradients = None
+        batch = gradients = audited = None
         if number > 1:
             self.stream.hold_out()
         if self._draws():
@@ -335,6 +338,9 @@ class Run:
                 )
             for noise in self.noises:
                 noise.rows(gradients.rows(), generator)
+            if self.settings.audit:
+                self.bar.set_description(f"{where}: checking gradients")
+                audited = self._audit(gradients, batch, w_bar, number)
         else:
             self.bar.update(self._stage_samples())
         self.seconds["gradients"] += time.perf_counter() - start
@@ -363,6 +369,8 @@ class Run:
             chosen |= self._reestimate(batch[0])
         self.seconds["solve"] += time.perf_counter() - start_solve
         line = {"stage": number, **chosen}
+        if audited is not None:
+            line["refuted_rows"] = audited
         if number == 1 and self.settings.contamination != 0:
             line["contamination"] = self.contamination
         if number == 1 and self.noises:
@@ -511,6 +519,41 @@ class Run:
             progress=progress,
             numbers=indices,
         )
+
+    def _audit(self, gradients: GradientOperator, batch: Batch, w_bar: Tensor, number: int) -> int:
+        """Correct rows that the losses refute, if there are any among a few; how many there are."""
+        n, m = gradients.shape[0], self.settings.samples_per_row or 1
+        generator = torch.Generator().manual_seed(self._seed(number))
+
+        def losses_of(rows: Tensor) -> Callable[[Tensor], Tensor]:
+            samples = (rows[:, None] * m + torch.arange(m)).flatten()
+            few = tree_map(lambda leaf: leaf[samples], batch)
+
+            def losses(w: Tensor) -> Tensor:
+                self.weights.write(self.model, w)
+                return row_losses(self.model, few, self.fitted_loss, m)
+
+            return losses
+
+        with self.weights.kept(self.model):
+            few = torch.randperm(n, generator=generator)[:AUDITED_ROWS].sort().values
+            probe = DenseGradients(gradients.rows()[few])
+            if (audit.row_factors(probe, losses_of(few), w_bar, generator) == 1).all():
+                return 0
+            everything = losses_of(torch.arange(n))
+            refuted = audit.correct_rows(gradients, everything, w_bar, generator)
+        if (
+            refuted
+            and not self.settings.noise
+            and not any(line.get("refuted_rows") for line in self.history)
+        ):
+            warnings.warn(
+                f"{refuted} of {n} gradients at stage {number} disagree with the losses' own "
+                "changes and were corrected; if they are meant to differ, as with straight-through "
+                "estimators, give audit=False",
+                stacklevel=2,
+            )
+        return refuted
 
     def _budget(self, sparsities: list[float]) -> Budget:
         """What may stay after the last of the sparsities, those of all stages so far."""

@@ -1,0 +1,89 @@
+"""Rows of G checked against losses, which need no gradients.
+
+A row ĝ of G says that the loss of its samples changes by ĝᵀd along a direction d. Two forward
+passes tell by how much it does:
+
+    f = (L(w + h d) - L(w - h d)) / 2h = gᵀd + O(h²),      g the gradient itself.
+
+With `d = s ∘ w`, s random signs, the expected squares are `‖(ĝ - g) ∘ w‖²` of `ĝᵀd - f` and
+`‖g ∘ w‖²` of f: a few directions estimate how large a row's error is beside the gradient. Where it
+is larger, the row is **refuted**, and multiplied by
+
+    a = Σ f ĝᵀd / Σ (ĝᵀd)²,      kept within [-1, 1],
+
+which makes it agree with the losses best. A row that was flipped and scaled becomes the gradient
+again; one with noise of its own shrinks, the more the larger the noise. All others stay as they are
+to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from swap_prune.gradients import GradientOperator
+
+# Directions that a row is asked about, each for two forward passes of its samples.
+DIRECTIONS = 4
+# h: weights change by 0.3%. Rounding of float32 losses and the curvature of networks then leave an
+# error of at most 3% of the square of a gradient (MLPNet and ResNet20, docs/noise.md).
+STEP = 0.003
+# A row with so much more error than gradient, in squares, is refuted.
+REFUTED = 1.0
+# Gradients below this part of the mean square of all are taken for as large, and so are those that
+# losses can't tell for their rounding: by so much of themselves, or of 1.
+FLOOR, ROUNDING = 1e-3, 2.0**-20
+
+
+def correct_rows(
+    gradients: GradientOperator,
+    losses: Callable[[Tensor], Tensor],
+    w: Tensor,
+    generator: torch.Generator,
+) -> int:
+    """Multiply refuted rows by the factor that fits the losses best, in place.
+
+    Args:
+        gradients: G (n, p).
+        losses: from weights (p,) to the losses (n,) of the rows' samples.
+        w: where the gradients are said to be taken (p,).
+        generator: what directions are drawn from.
+
+    Returns:
+        How many rows are refuted.
+    """
+    factors = row_factors(gradients, losses, w, generator)
+    refuted = (factors != 1).nonzero()[:, 0]
+    if len(refuted):
+        rows = gradients.rows()
+        rows[refuted] *= factors[refuted, None].to(rows.dtype)
+    return len(refuted)
+
+
+def row_factors(
+    gradients: GradientOperator,
+    losses: Callable[[Tensor], Tensor],
+    w: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """The factors (n,) in float64 of `correct_rows`; 1 where a row is not refuted."""
+    claimed, found, sums = [], [], []
+    for _ in range(DIRECTIONS):
+        signs = 2 * torch.randint(0, 2, w.shape, generator=generator) - 1
+        direction = w * signs
+        claimed.append((gradients @ direction).double())
+        ahead, behind = losses(w + STEP * direction), losses(w - STEP * direction)
+        found.append((ahead - behind).double() / (2 * STEP))
+        sums.append((ahead + behind).double())
+    says, is_ = torch.stack(claimed), torch.stack(found)
+    rounding = ROUNDING * (1 + torch.stack(sums).abs().amax(0)) / STEP
+    # A loss that is not finite a step away says nothing against a row.
+    finite = torch.isfinite(is_).all(0)
+    error = (says - is_).square().mean(0)
+    signal = is_.square().mean(0)
+    floor = FLOOR * signal[finite].mean() + rounding.square()
+    refuted = finite & (error > REFUTED * (signal + floor))
+    best = (says * is_).sum(0) / says.square().sum(0)
+    return torch.where(refuted, best.clamp(-1.0, 1.0), torch.ones_like(best))

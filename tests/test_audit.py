@@ -1,0 +1,202 @@
+"""Gradients against finite differences of losses: what is right stays, what is wrong is mended."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from swap_prune import InputError, noise, prune, select_weights
+from swap_prune.audit import correct_rows, row_factors
+from swap_prune.evaluation import cross_entropy, row_losses
+from swap_prune.gradients import DenseGradients, gradient_rows
+
+
+class Problem:
+    """A small network, samples, the rows of G and the losses of their samples."""
+
+    def __init__(self, seed: int, n: int = 40, samples_per_row: int = 1) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).eval()
+        self.weights = select_weights(self.model)
+        self.w = self.weights.read(self.model)
+        self.m = samples_per_row
+        count = n * samples_per_row
+        self.batch = torch.randn(count, 6), torch.randint(3, (count,))
+        self.rows = gradient_rows(
+            self.model, self.weights, *self.batch, cross_entropy, samples_per_row
+        ).rows()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def losses(self, w: torch.Tensor) -> torch.Tensor:
+        self.weights.write(self.model, w)
+        return row_losses(self.model, self.batch, cross_entropy, self.m)
+
+    def factors(self, rows: torch.Tensor) -> torch.Tensor:
+        return row_factors(DenseGradients(rows), self.losses, self.w, self.generator)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), samples_per_row=st.sampled_from([1, 3]))
+def test_right_gradients_stay_to_the_bit(seed, samples_per_row):
+    problem = Problem(seed, samples_per_row=samples_per_row)
+    rows = problem.rows.clone()
+    assert correct_rows(DenseGradients(rows), problem.losses, problem.w, problem.generator) == 0
+    assert torch.equal(rows, problem.rows)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), level=st.floats(1, 100))
+def test_flipped_and_scaled_rows_become_the_gradients_again(seed, level):
+    problem = Problem(seed)
+    rows = problem.rows.clone()
+    rows[::4] *= -level
+    refuted = correct_rows(DenseGradients(rows), problem.losses, problem.w, problem.generator)
+    assert refuted == len(rows[::4])
+    torch.testing.assert_close(rows, problem.rows, rtol=0.05, atol=1e-3)
+    assert torch.equal(rows[1::4], problem.rows[1::4])
+
+
+def test_rows_of_noise_shrink_as_the_least_squares_has_it():
+    problem = Problem(0, n=200)
+    rows = problem.rows.clone()
+    sizes = problem.rows.norm(dim=1, keepdim=True)
+    noisy = torch.randn(100, rows.shape[1])
+    rows[:100] += 5 * sizes[:100] * noisy / noisy.norm(dim=1, keepdim=True)
+    factors = problem.factors(rows)
+    assert (factors[100:] == 1).all()
+    assert factors.abs().max() <= 1
+    # An error of 25 times the gradient's power asks for 1 / 26.
+    assert (factors[:100] != 1).float().mean() > 0.9
+    assert factors[:100].median().item() == pytest.approx(1 / 26, abs=0.05)
+    mean, wanted = (factors[:, None] * rows).mean(0), problem.rows.mean(0)
+    assert (mean - wanted).norm() < 0.5 * (rows.mean(0) - wanted).norm()
+
+
+def test_moderate_noise_is_left_alone():
+    """Four directions tell a small error from none no better than chance."""
+    problem = Problem(1, n=200)
+    noisy = problem.rows + 0.3 * problem.rows.std(1, keepdim=True) * torch.randn(problem.rows.shape)
+    assert (problem.factors(noisy) == 1).float().mean() > 0.95
+
+
+def test_losses_that_are_not_finite_refute_nothing():
+    problem = Problem(2)
+    everything = problem.losses
+
+    def losses(w: torch.Tensor) -> torch.Tensor:
+        found = everything(w)
+        found[:3] = torch.inf
+        return found
+
+    rows = problem.rows.clone()
+    rows[:6] *= -5
+    factors = row_factors(DenseGradients(rows), losses, problem.w, problem.generator)
+    assert (factors[:3] == 1).all()
+    assert (factors[3:6] != 1).all()
+
+
+def test_what_rounding_hides_refutes_nothing():
+    """A sample that fits perfectly has a loss, and a gradient, below the rounding of its logits."""
+    problem = Problem(4)
+    rows = 1e-5 * torch.randn(1, problem.rows.shape[1])
+    jitter = torch.Generator().manual_seed(0)
+
+    def losses(w: torch.Tensor) -> torch.Tensor:
+        return 1e-6 * torch.rand(1, generator=jitter)
+
+    factors = row_factors(DenseGradients(rows), losses, problem.w, problem.generator)
+    assert (factors == 1).all()
+
+
+def test_gradients_that_vanish_and_losses_that_do_not_change():
+    problem = Problem(3)
+    rows = torch.zeros_like(problem.rows)
+    flat = row_factors(DenseGradients(rows), lambda _: torch.ones(40), problem.w, problem.generator)
+    assert (flat == 1).all()
+
+
+# --- in a run -----------------------------------------------------------------------------------
+
+
+def data(n: int = 300, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator)
+    return x, (x[:, :3] + 0.3 * x[:, 3:]).argmax(1)
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+QUICK = {"sparsity": 0.6, "stages": 3, "samples": 60, "samples_per_row": 2}
+
+
+@pytest.mark.parametrize("method", ["lr", "ewr"])
+def test_flipped_rows_change_nothing_in_an_audited_run(method):
+    model = Problem(0).model
+    given = {"method": method, "audit": True, **QUICK}
+    clean = prune(model, data(), **given)
+    flipped = noise.build("adversarial", 0.25, 1.0)
+    audited = prune(model, data(), noise=flipped, **given)
+    assert [line["refuted_rows"] for line in clean.history] == [0, 0, 0]
+    assert [line["refuted_rows"] for line in audited.history] == [15, 15, 15]
+    difference = (weights_of(audited.model) - weights_of(clean.model)).norm()
+    assert difference < 0.02 * weights_of(clean.model).norm()
+    unaudited = prune(model, data(), noise=flipped, **{**given, "audit": False})
+    assert "refuted_rows" not in unaudited.history[0]
+    assert (weights_of(unaudited.model) - weights_of(clean.model)).norm() > 5 * difference
+
+
+def test_the_audit_is_ewrs_own_unless_asked_for():
+    model = Problem(0).model
+    for method, audit in (("ewr", True), ("lr", False), ("magnitude", False)):
+        assert prune(model, data(), method=method, **QUICK).settings["audit"] is audit
+    with pytest.raises(InputError, match="audit=1 must be True or False"):
+        prune(model, data(), audit=1, **QUICK)
+    with pytest.raises(InputError, match="audit=True has no part in method='wf'; lr, ewr have it"):
+        prune(model, data(), audit=True, method="wf", **QUICK)
+
+
+def test_weights_in_float64_are_restored_to_the_bit():
+    problem = Problem(0)
+    model = problem.model.double()
+    with torch.no_grad():
+        model[0].weight += 1e-12
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with problem.weights.kept(model):
+        problem.weights.write(model, torch.zeros_like(problem.w))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+class Backwards(torch.autograd.Function):
+    """The identity, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -3 * gradient
+
+
+class Estimator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Problem(0).model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Backwards.apply(self.inner(x))
+
+
+def test_gradients_that_are_not_the_losses_are_said_to_be_once():
+    with pytest.warns(UserWarning, match="disagree with the losses' own changes") as caught:
+        prune(Estimator(), data(), **QUICK)
+    assert sum("disagree" in str(warning.message) for warning in caught) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*disagree.*")
+        prune(Estimator(), data(), audit=False, **QUICK)
