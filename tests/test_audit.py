@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from swap_prune import InputError, noise, prune, select_weights
+from swap_prune import InputError, noise, noise_report, prune, select_weights
 from swap_prune.audit import correct_rows, row_factors
 from swap_prune.evaluation import cross_entropy, row_losses
 from swap_prune.gradients import DenseGradients, gradient_rows
@@ -191,6 +191,15 @@ class Estimator(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Backwards.apply(self.inner(x))
+
+
+def test_the_noise_report_counts_them():
+    right, wrong = noise_report(Problem(0).model, data()), noise_report(Estimator(), data())
+    assert (right.refuted, wrong.refuted) == (0, 300)
+    assert "300 of 300 gradients disagree with the changes of the losses: ewr" in str(wrong)
+    assert "disagree" not in str(right)
+    # Finite differences have no part in the other measures.
+    assert noise_report(Problem(0).model, data()) == right
 
 
 def test_gradients_that_are_not_the_losses_are_said_to_be_once():

@@ -21,9 +21,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from swap_prune.calibration import Batch
+from swap_prune.evaluation import row_losses
 from swap_prune.gradients import GradientOperator
+from swap_prune.gradients.rows import Loss
+from swap_prune.prunable import PrunableWeights
+
+Losses = Callable[[Tensor], Tensor]
 
 # Directions that a row is asked about, each for two forward passes of its samples.
 DIRECTIONS = 4
@@ -37,9 +43,21 @@ REFUTED = 1.0
 FLOOR, ROUNDING = 1e-3, 2.0**-20
 
 
+def losses_by_weights(
+    model: nn.Module, weights: PrunableWeights, batch: Batch, loss: Loss, samples_per_row: int
+) -> Losses:
+    """From weights (p,), which stay in the model, to the losses (n,) of a batch's rows."""
+
+    def losses(w: Tensor) -> Tensor:
+        weights.write(model, w)
+        return row_losses(model, batch, loss, samples_per_row)
+
+    return losses
+
+
 def correct_rows(
     gradients: GradientOperator,
-    losses: Callable[[Tensor], Tensor],
+    losses: Losses,
     w: Tensor,
     generator: torch.Generator,
 ) -> int:
@@ -64,7 +82,7 @@ def correct_rows(
 
 def row_factors(
     gradients: GradientOperator,
-    losses: Callable[[Tensor], Tensor],
+    losses: Losses,
     w: Tensor,
     generator: torch.Generator,
 ) -> Tensor:

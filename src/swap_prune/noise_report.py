@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from swap_prune import contamination
 from swap_prune import settings as settings_of
+from swap_prune.audit import losses_by_weights, row_factors
 from swap_prune.calibration import Batch, CalibrationStream
 from swap_prune.calling import check_module
 from swap_prune.errors import InputError
@@ -70,6 +71,8 @@ class NoiseReport:
         orthogonal: rows of which the others explain nearly nothing (less than 0.1 of what is left
             beyond chance, leave-one-out ridge). None below 3 rows, or if there are so few weights
             that chance explains more than half.
+        refuted: rows whose error is larger than the gradient, by finite differences of the losses
+            (see `audit`).
         opposed: share of the rows that point against the mean of the others.
         opposed_weight: the same, every row weighted by its norm.
         agreement: cosine between the mean gradients of two halves of the rows, mean of 20 splits.
@@ -97,6 +100,7 @@ class NoiseReport:
     vanishing: int
     outliers: int
     orthogonal: int | None
+    refuted: int | None
     opposed: float | None
     opposed_weight: float | None
     agreement: float | None
@@ -142,6 +146,7 @@ LINES = (
     ("vanishing rows", "vanishing", ""),
     ("outlier rows", "outliers", "log-norm beyond 3.5 robust deviations"),
     ("rows orthogonal to the others", "orthogonal", "nothing beyond chance explained"),
+    ("rows refuted by losses", "refuted", "more error than gradient, by finite differences"),
     ("rows against the others' mean", "opposed", "share"),
     ("  weighted by norm", "opposed_weight", ""),
     ("agreement between halves", "agreement", "cosine, mean of 20 splits"),
@@ -219,8 +224,12 @@ def noise_report(
             own, weights, *batch, loss or cross_entropy, samples_per_row, numbers=indices
         )
         labels = _label_noise(own, batch) if loss is None else {}
+        losses = losses_by_weights(own, weights, batch, loss or cross_entropy, samples_per_row)
+        directions = torch.Generator().manual_seed(seed)
+        factors = row_factors(gradients, losses, weights.read(own), directions)
     gram = scaled_gram(gradients)
-    report = replace(measure(gram, weights.size, samples_per_row, len(source), generator), **labels)
+    report = measure(gram, weights.size, samples_per_row, len(source), generator)
+    report = replace(report, refuted=int((factors != 1).sum()), **labels)
     recommendation, reasons = recommend(report)
     return replace(report, recommendation=recommendation, reasons=reasons)
 
@@ -267,6 +276,7 @@ def measure(
         vanishing=int((norms == 0).sum()),
         outliers=count_outliers(norms),
         orthogonal=count_orthogonal(gram, weights),
+        refuted=None,
         opposed=opposed,
         opposed_weight=opposed_weight,
         agreement=agreement,
@@ -469,6 +479,11 @@ def _by_magnitude(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]
 
 def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
     reasons = []
+    if report.refuted:
+        reasons.append(
+            f"{report.refuted:,} of {_count(report.rows, 'gradient')} disagree with the changes of "
+            "the losses: ewr, which corrects such rows (audit=False if they are meant to differ)."
+        )
     eta, gain = report.contamination, report.contamination_gain
     least = contamination.LEAST_GAIN
     if eta is not None and gain is not None and eta > LEAST_CONTAMINATION and gain > least:

@@ -33,7 +33,6 @@ from swap_prune.evaluation import (
     group_losses,
     mean_loss,
     outputs_of,
-    row_losses,
 )
 from swap_prune.gradients import DenseGradients, GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
@@ -525,23 +524,17 @@ class Run:
         n, m = gradients.shape[0], self.settings.samples_per_row or 1
         generator = torch.Generator().manual_seed(self._seed(number))
 
-        def losses_of(rows: Tensor) -> Callable[[Tensor], Tensor]:
-            samples = (rows[:, None] * m + torch.arange(m)).flatten()
-            few = tree_map(lambda leaf: leaf[samples], batch)
-
-            def losses(w: Tensor) -> Tensor:
-                self.weights.write(self.model, w)
-                return row_losses(self.model, few, self.fitted_loss, m)
-
-            return losses
+        def losses_of(samples: Batch) -> audit.Losses:
+            return audit.losses_by_weights(self.model, self.weights, samples, self.fitted_loss, m)
 
         with self.weights.kept(self.model):
             few = torch.randperm(n, generator=generator)[:AUDITED_ROWS].sort().values
-            probe = DenseGradients(gradients.rows()[few])
-            if (audit.row_factors(probe, losses_of(few), w_bar, generator) == 1).all():
+            samples = (few[:, None] * m + torch.arange(m)).flatten()
+            theirs = losses_of(tree_map(lambda leaf: leaf[samples], batch))
+            rows = DenseGradients(gradients.rows()[few])
+            if (audit.row_factors(rows, theirs, w_bar, generator) == 1).all():
                 return 0
-            everything = losses_of(torch.arange(n))
-            refuted = audit.correct_rows(gradients, everything, w_bar, generator)
+            refuted = audit.correct_rows(gradients, losses_of(batch), w_bar, generator)
         if (
             refuted
             and not self.settings.noise
