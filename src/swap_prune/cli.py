@@ -115,6 +115,11 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="correct gradients that the losses refute (ewr: yes)",
     )
+    option(
+        "--screen",
+        action=argparse.BooleanOptionalAction,
+        help="leave out samples whose inputs are outliers that the model fails on (ewr: yes)",
+    )
     option("--discount", type=float, help="power of its norm by which a row's mass falls (0)")
     option(
         "--block-size",

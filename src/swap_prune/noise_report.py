@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swap_prune import contamination
+from swap_prune import contamination, outliers
 from swap_prune import settings as settings_of
 from swap_prune.audit import losses_by_weights, row_factors
 from swap_prune.calibration import Batch, CalibrationStream
@@ -23,6 +23,7 @@ from swap_prune.evaluation import check_task, cross_entropy, outputs_of
 from swap_prune.gradients import DenseGradients, gradient_rows
 from swap_prune.gradients.rows import Loss
 from swap_prune.machine import check_memory, most_rows
+from swap_prune.outliers import DUST
 from swap_prune.prunable import select_weights
 from swap_prune.pruning import check_unmasked, own_copy, read_seeded
 from swap_prune.run_directory import plain
@@ -30,11 +31,6 @@ from swap_prune.settings import COPIES, HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEA
 
 DEFAULT_ROWS = 500
 SPLITS = 20
-# Relative differences below this are rounding: identical samples have neither outliers nor
-# opponents.
-DUST = 1e-3
-# A row is an outlier this many robust standard deviations (1.4826 MAD) above the median log-norm.
-OUTLIER_DEVIATIONS = 3.5 * 1.4826
 # Rows of length one: ridge of the leave-one-out fit, and the explained share that still is none.
 RIDGE, NEARLY_NOTHING = 0.01, 0.1
 # The tail: this share of the rows, and at least so many.
@@ -324,12 +320,7 @@ def _max_to_median(norms: Tensor) -> float | None:
 
 def count_outliers(norms: Tensor) -> int:
     """How many log-norms are beyond the median by 3.5 robust standard deviations."""
-    logs = norms[norms > 0].log()
-    if not len(logs):
-        return 0
-    distance = logs - logs.quantile(0.5)
-    deviation = distance.abs().quantile(0.5).clamp(min=DUST)
-    return int((distance > OUTLIER_DEVIATIONS * deviation).sum())
+    return int((norms > outliers.limit(norms)).sum())
 
 
 def count_orthogonal(gram: Tensor, weights: int) -> int | None:

@@ -103,6 +103,9 @@ def prune(
             audit: check the gradients of every stage against losses, two forward passes along each
                 of four directions, first of 50 rows, and of all where one of these is refuted;
                 refuted rows are corrected (True for "ewr", False for "lr").
+            screen: leave out samples whose inputs vary far more than the others', if there is a
+                group of them on which the unpruned model fails (True for "ewr" where samples are
+                held out, by which that is found; False for "lr").
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.

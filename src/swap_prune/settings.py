@@ -29,6 +29,7 @@ PARTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "metric",
         "block_size",
         "audit",
+        "screen",
     ),
     ("ewr",): ("epsilon", "relative", "mixture", "coupling", "derivative", "alternations"),
 }
@@ -75,6 +76,7 @@ class Settings:
     block_size: int | None = None
     contamination: float | Auto | None = None
     audit: bool | None = None
+    screen: bool | None = None
     per_layer: bool = False
     batchnorm: str = "auto"
     include: tuple[Selector, ...] | None = None
@@ -119,7 +121,7 @@ def check(settings: Settings) -> None:
             raise InputError(
                 f"{name}={value!r} must be a whole number of at least {least}{limit}{or_auto}"
             )
-    for name in ("relative", "per_layer", "audit"):
+    for name in ("relative", "per_layer", "audit", "screen"):
         value = getattr(settings, name)
         unset = value is None and Settings.__dataclass_fields__[name].default is None
         if not unset and not isinstance(value, bool):
@@ -223,6 +225,11 @@ def resolve(given: Settings, available: int) -> Settings:
             f"block_size={block_size} needs held-out samples to choose a damping by, and held_out "
             "is 0; give block_size=0"
         )
+    if given.screen and not held_out:
+        raise InputError(
+            "screen=True needs held-out samples to find outliers by, and held_out is 0; give "
+            "screen=False"
+        )
     pool = available - held_out
     samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule
@@ -241,6 +248,7 @@ def resolve(given: Settings, available: int) -> Settings:
         block_size=block_size,
         contamination=contamination,
         audit=given.method == "ewr" if given.audit is None else given.audit,
+        screen=given.method == "ewr" and held_out > 0 if given.screen is None else given.screen,
         samples=samples,
         samples_per_row=given.samples_per_row or min(16, pool // samples),
         held_out=held_out,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
-from swap_prune import audit, training
+from swap_prune import audit, outliers, training
 from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
@@ -33,6 +33,7 @@ from swap_prune.evaluation import (
     group_losses,
     mean_loss,
     outputs_of,
+    row_losses,
 )
 from swap_prune.gradients import DenseGradients, GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
@@ -115,6 +116,7 @@ class Run:
         # What pruning fits and chooses by; training and reports keep to the loss itself.
         self.fitted_loss = self.loss
         self.contamination = 0.0
+        self.largest_spread: float | None = None  # of the inputs that are not left out
         self.method = build_method(settings)
         self.has_statistics = bool(batchnorm_statistics.layers(model))
         reserve = settings.held_out if trains_on_calibration else self._reserve(len(samples))
@@ -238,6 +240,7 @@ class Run:
                 "method": method_values,
                 "noise": [noise.describe() for noise in self.noises],
                 "contamination": self.contamination,
+                "largest_spread": self.largest_spread,
                 "optimizer": values,
             },
         )
@@ -251,6 +254,7 @@ class Run:
             self.method.restore(saved.method, saved.values["method"])
         self.noises = tuple(noise_from(described) for described in saved.values["noise"])
         self._use_contamination(saved.values["contamination"])
+        self.largest_spread = saved.values["largest_spread"]
         for number in range(1, min(saved.number, stages) + 1):
             if number > 1:
                 self.stream.hold_out()
@@ -320,9 +324,12 @@ class Run:
             batch = self._noisy(batch, generator)
         self.held_out = self._hold_out(number)
         if number == 1:
+            self._use_screen()
             self._use_contamination(self._estimate_contamination())
         else:
             self._check_held_out()
+        if batch is not None:
+            batch, indices = self._screened(batch, indices, self.settings.samples_per_row or 1)
         if self.method.needs_gradients and batch is not None:
             self.bar.set_description(f"{where}: gradients")
             with ExitStack() as noisy:
@@ -372,6 +379,8 @@ class Run:
             line["refuted_rows"] = audited
         if number == 1 and self.settings.contamination != 0:
             line["contamination"] = self.contamination
+        if batch is not None and self.settings.screen:
+            line["left_out_samples"] = self._stage_samples() - len(indices)
         if number == 1 and self.noises:
             line["noise"] = [noise.describe() for noise in self.noises]
         if self.test_data is not None:
@@ -464,7 +473,9 @@ class Run:
         batch = formatted(inputs, fastest_format(self.model, inputs)), targets
         generator = torch.Generator().manual_seed(self._seed(number))
         # Without rows there is nothing to calibrate noise by.
-        return self._noisy(batch, generator) if self._draws() else batch
+        batch = self._noisy(batch, generator) if self._draws() else batch
+        batch, self.held_out_indices = self._screened(batch, self.stream.held_out_indices)
+        return batch
 
     def _noisy(self, batch: Batch, generator: torch.Generator) -> Batch:
         """The batch with the noise of samples."""
@@ -485,7 +496,36 @@ class Run:
         if self.held_out is None:
             return
         if not math.isfinite(mean_loss(self.model, self.held_out, self.loss)):
-            blame_sample(self.model, *self.held_out, self.loss, self.stream.held_out_indices)
+            blame_sample(self.model, *self.held_out, self.loss, self.held_out_indices)
+
+    def _use_screen(self) -> None:
+        """Leave out samples like those held out, if any, that are outliers, from now on."""
+        if not self.settings.screen:
+            return
+        assert self.held_out is not None
+        losses = row_losses(self.model, self.held_out, self.loss, 1)
+        found = outliers.spreads(self.held_out[0])
+        self.largest_spread = outliers.largest_usual(found, losses)
+        self.held_out, self.held_out_indices = self._screened(self.held_out, self.held_out_indices)
+        left_out = len(found) - len(self.held_out_indices)
+        if left_out and not self.settings.noise:
+            warnings.warn(
+                f"{left_out} of {len(found)} held-out inputs vary far more than the others, and "
+                "the model fails on them: samples like these are left out; screen=False keeps them",
+                stacklevel=2,
+            )
+
+    def _screened(
+        self, batch: Batch, indices: Tensor, samples_per_row: int = 1
+    ) -> tuple[Batch, Tensor]:
+        """The samples that are not left out, in whole rows, and which they are of indices (n,)."""
+        if self.largest_spread is None:
+            return batch, indices
+        kept = (outliers.spreads(batch[0]) <= self.largest_spread).nonzero()[:, 0]
+        kept = kept[: len(kept) // samples_per_row * samples_per_row]
+        if not len(kept):  # a batch of nothing else: better these than none
+            return batch, indices
+        return tree_map(lambda leaf: leaf[kept], batch), indices[kept]
 
     def _estimate_contamination(self) -> float:
         """The fraction of wrong labels, by the unpruned model, unless it was given."""
@@ -514,7 +554,7 @@ class Run:
             batch[1],
             self.fitted_loss,
             self.settings.samples_per_row or 1,
-            out=self.buffer,
+            out=self.buffer[: len(indices) // (self.settings.samples_per_row or 1)],
             progress=progress,
             numbers=indices,
         )

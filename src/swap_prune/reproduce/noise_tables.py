@@ -43,6 +43,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "lr-discount": {"method": "lr", "discount": 0.5},
     "lr-contamination": {"method": "lr", "contamination": "auto"},
     "lr-audit": {"method": "lr", "audit": True},
+    "lr-screen": {"method": "lr", "screen": True},
     **{name: {"method": name} for name in METHODS if name not in ("lr", "ewr")},
 }
 # A variant of EWR is one of these and its epsilon, as in "gaussian-10": a fixed transport plan
@@ -166,7 +167,7 @@ def settings_of(method: str) -> dict[str, Any]:
         epsilon = math.nan
     if name not in VARIANTS or not epsilon >= 0:
         raise InputError(f"method {method!r} is unknown; accepted are {METHODS_ACCEPTED}")
-    plain = {"memory": 0, "contamination": 0.0, "audit": False}
+    plain = {"memory": 0, "contamination": 0.0, "audit": False, "screen": False}
     return {"method": "ewr", **VARIANTS[name], "epsilon": epsilon, "mixture": 1.0, **plain}
 
 

@@ -1,0 +1,141 @@
+"""Inputs unlike the others: found where they are many and the model fails on them, else kept."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swap_prune import InputError, data, models, prune
+from swap_prune.outliers import largest_usual, limit, spreads
+from swap_prune.run_directory import RunDirectory
+
+
+def test_an_input_spreads_by_all_of_its_numbers():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(5, 3, 4, generator=generator) + 7
+    vectors = torch.rand(5, 6, generator=generator)
+    tokens = torch.randint(100, (5, 9), generator=generator)
+    together = np.concatenate([images.flatten(1).numpy(), vectors.numpy()], axis=1)
+    found = spreads({"image": images, "tokens": tokens, "vector": vectors})
+    np.testing.assert_allclose(found, together.std(1), rtol=1e-5)
+    assert spreads(tokens).tolist() == [0.0] * 5
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 999), n=st.integers(1, 60), factor=st.floats(1e-3, 1e3))
+def test_the_limit_has_the_unit_of_the_values(seed, n, factor):
+    values = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+    assert limit(factor * values) == pytest.approx(factor * limit(values), rel=1e-9)
+    # Half of the values are below the median, and so below the limit.
+    assert (values <= limit(values)).sum() >= n / 2
+    assert limit(torch.cat([values, torch.zeros(5)])) == pytest.approx(limit(values))
+
+
+def test_values_that_vanish_have_no_limit():
+    assert limit(torch.zeros(4)) == math.inf
+
+
+def samples(share: float, ratio: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Spreads of which the first `share` of 400 are doubled, and losses that are `ratio` larger."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp(0.15 * torch.randn(400, generator=generator, dtype=torch.float64))
+    loss = torch.rand(400, generator=generator, dtype=torch.float64)
+    odd = round(share * 400)
+    spread[:odd] = 2.5 + 0.1 * torch.rand(odd, generator=generator, dtype=torch.float64)
+    loss[:odd] *= ratio
+    return spread, loss
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 999), share=st.sampled_from([0.03, 0.1, 0.25, 0.45]))
+def test_a_second_group_that_the_model_fails_on_is_found(seed, share):
+    spread, loss = samples(share, 6.0, seed)
+    most = largest_usual(spread, loss)
+    assert most is not None
+    odd = round(share * 400)
+    assert (spread[:odd] > most).all()
+    assert (spread[odd:] > most).sum() <= 4
+
+
+@pytest.mark.parametrize(("share", "ratio"), [(0.0, 1.0), (0.01, 9.0), (0.25, 1.0), (0.25, 0.2)])
+def test_few_outliers_or_such_as_the_model_knows_are_kept(share, ratio):
+    assert largest_usual(*samples(share, ratio)) is None
+
+
+def test_equal_inputs_have_no_outliers():
+    assert largest_usual(torch.ones(50), torch.rand(50)) is None
+    assert largest_usual(torch.zeros(50), torch.rand(50)) is None
+
+
+# --- in a run -----------------------------------------------------------------------------------
+
+
+SETTINGS = {
+    "sparsity": 0.8,
+    "method": "ewr",
+    "stages": 3,
+    "samples": 40,
+    "samples_per_row": 4,
+    "held_out": 100,
+}
+LOUD = {"kind": "input", "fraction": 0.25, "level": 2.0}
+
+
+def run(method: str = "ewr", calibration=None, directory=None, **changes):
+    return prune(
+        models.pretrained("digits"),
+        data.load("digits").train if calibration is None else calibration,
+        directory=directory,
+        **{**SETTINGS, "method": method, **changes},
+    )
+
+
+@pytest.mark.parametrize("method", ["lr", "ewr"])
+def test_noisy_inputs_are_left_out_in_whole_rows(method):
+    screened = run(method, noise=LOUD, screen=True)
+    # A quarter of 160, but for what spreads no further than a clean one; four are a row.
+    assert all(line["left_out_samples"] in (32, 36, 40) for line in screened.history)
+    kept = run(method, noise=LOUD, screen=False)
+    assert "left_out_samples" not in kept.history[0]
+    clean = run(method, screen=True)
+    assert [line["left_out_samples"] for line in clean.history] == [0, 0, 0]
+    unscreened = run(method, screen=False)
+    for name, value in clean.model.state_dict().items():
+        assert torch.equal(value, unscreened.model.state_dict()[name])
+
+
+def test_a_resumed_run_leaves_out_the_same(tmp_path, monkeypatch):
+    whole, save = run(noise=LOUD), RunDirectory.save_step
+
+    def save_first(directory, step):
+        if step.number > 1:
+            raise KeyboardInterrupt
+        save(directory, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "save_step", save_first)
+        with pytest.raises(KeyboardInterrupt):
+            run(noise=LOUD, directory=tmp_path)
+    resumed = run(noise=LOUD, directory=tmp_path)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name])
+
+
+def test_what_is_left_out_of_the_users_own_data_is_said():
+    images, labels = data.load("digits").train[:]
+    broken = images.clone()
+    generator = torch.Generator().manual_seed(0)
+    broken[::5] += 3 * torch.randn(broken[::5].shape, generator=generator)
+    with pytest.warns(UserWarning, match=r"\d+ of 100 held-out inputs vary far more than"):
+        run(calibration=(broken, labels))
+
+
+def test_the_screen_is_ewrs_own_and_needs_held_out_samples():
+    assert [run(method).settings["screen"] for method in ("lr", "ewr")] == [False, True]
+    with pytest.raises(InputError, match="screen=True needs held-out samples"):
+        run("lr", screen=True, held_out=0, damping=1.0, first_order=0.0, metric=0.0, block_size=0)
+    with pytest.raises(InputError, match="screen='yes' must be True or False"):
+        run(screen="yes")
