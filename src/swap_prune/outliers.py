@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-# A logarithm is outlying so many robust standard deviations (1.4826 MAD) above the median.
-DEVIATIONS = 3.5 * 1.4826
+# A logarithm is outlying so many robust standard deviations (1.4826 MAD) above the median: a single
+# one, and one of a group, of which it takes less.
+ALONE, IN_GROUP = 3.5, 3.0
+NORMAL = 1.4826
 # Relative differences below this are rounding: identical samples have no outliers.
 DUST = 1e-3
 # A second group has at least this share of the samples; a few far out are in any data.
@@ -38,14 +40,14 @@ def spreads(inputs: Any) -> Tensor:
     return torch.cat(parts, dim=1).std(1, correction=0)
 
 
-def limit(values: Tensor) -> float:
+def limit(values: Tensor, deviations: float = ALONE) -> float:
     """Above this, positive values (n,) are outliers; those that are not positive have no say."""
     logs = values[values > 0].log()
     if not len(logs):
         return math.inf
     median = logs.quantile(0.5)
     deviation = (logs - median).abs().quantile(0.5).clamp(min=DUST)
-    return float((median + DEVIATIONS * deviation).exp())
+    return float((median + deviations * NORMAL * deviation).exp())
 
 
 def largest_usual(spreads: Tensor, losses: Tensor) -> float | None:
@@ -58,7 +60,7 @@ def largest_usual(spreads: Tensor, losses: Tensor) -> float | None:
     # A large group of outliers moves the median and its deviation. So from the lower half on, in
     # which there are none, the usual ones grow until those above their limit stay the same.
     most = float(spreads.quantile(0.5))
-    while (wider := limit(spreads[spreads <= most])) > most:
+    while (wider := limit(spreads[spreads <= most], IN_GROUP)) > most:
         most = wider
     outlying = spreads > most
     if int(outlying.sum()) < max(2, LEAST_SHARE * len(spreads)):
