@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swap_prune import InputError, data, models, prune
+from swap_prune import InputError, data, models, noise_report, prune
 from swap_prune.outliers import largest_usual, limit, spreads
 from swap_prune.run_directory import RunDirectory
 
@@ -131,6 +131,10 @@ def test_what_is_left_out_of_the_users_own_data_is_said():
     broken[::5] += 3 * torch.randn(broken[::5].shape, generator=generator)
     with pytest.warns(UserWarning, match=r"\d+ of 100 held-out inputs vary far more than"):
         run(calibration=(broken, labels))
+    report = noise_report(models.pretrained("digits"), (broken, labels))
+    assert 80 <= report.outlying_inputs <= 120  # a fifth of 500
+    assert f"The inputs of {report.outlying_inputs} samples vary far more" in str(report)
+    assert noise_report(models.pretrained("digits"), (images, labels)).outlying_inputs == 0
 
 
 def test_the_screen_is_ewrs_own_and_needs_held_out_samples():

@@ -19,7 +19,7 @@ from swap_prune.audit import losses_by_weights, row_factors
 from swap_prune.calibration import Batch, CalibrationStream
 from swap_prune.calling import check_module
 from swap_prune.errors import InputError
-from swap_prune.evaluation import check_task, cross_entropy, outputs_of
+from swap_prune.evaluation import check_task, cross_entropy, outputs_of, row_losses
 from swap_prune.gradients import DenseGradients, gradient_rows
 from swap_prune.gradients.rows import Loss
 from swap_prune.machine import check_memory, most_rows
@@ -69,6 +69,8 @@ class NoiseReport:
             that chance explains more than half.
         refuted: rows whose error is larger than the gradient, by finite differences of the losses
             (see `audit`).
+        outlying_inputs: samples of a group whose inputs vary far more than the others', and which
+            the model fails on (see `outliers`).
         opposed: share of the rows that point against the mean of the others.
         opposed_weight: the same, every row weighted by its norm.
         agreement: cosine between the mean gradients of two halves of the rows, mean of 20 splits.
@@ -97,6 +99,7 @@ class NoiseReport:
     outliers: int
     orthogonal: int | None
     refuted: int | None
+    outlying_inputs: int | None
     opposed: float | None
     opposed_weight: float | None
     agreement: float | None
@@ -143,6 +146,7 @@ LINES = (
     ("outlier rows", "outliers", "log-norm beyond 3.5 robust deviations"),
     ("rows orthogonal to the others", "orthogonal", "nothing beyond chance explained"),
     ("rows refuted by losses", "refuted", "more error than gradient, by finite differences"),
+    ("outlying inputs", "outlying_inputs", "a group of samples that the model fails on"),
     ("rows against the others' mean", "opposed", "share"),
     ("  weighted by norm", "opposed_weight", ""),
     ("agreement between halves", "agreement", "cosine, mean of 20 splits"),
@@ -220,12 +224,14 @@ def noise_report(
             own, weights, *batch, loss or cross_entropy, samples_per_row, numbers=indices
         )
         labels = _label_noise(own, batch) if loss is None else {}
+        outlying = _outlying_inputs(own, batch, loss or cross_entropy)
         losses = losses_by_weights(own, weights, batch, loss or cross_entropy, samples_per_row)
         directions = torch.Generator().manual_seed(seed)
         factors = row_factors(gradients, losses, weights.read(own), directions)
     gram = scaled_gram(gradients)
     report = measure(gram, weights.size, samples_per_row, len(source), generator)
-    report = replace(report, refuted=int((factors != 1).sum()), **labels)
+    refuted = int((factors != 1).sum())
+    report = replace(report, refuted=refuted, outlying_inputs=outlying, **labels)
     recommendation, reasons = recommend(report)
     return replace(report, recommendation=recommendation, reasons=reasons)
 
@@ -273,12 +279,20 @@ def measure(
         outliers=count_outliers(norms),
         orthogonal=count_orthogonal(gram, weights),
         refuted=None,
+        outlying_inputs=None,
         opposed=opposed,
         opposed_weight=opposed_weight,
         agreement=agreement,
         signal_to_noise=None if agreement is None else 2 * _odds(agreement),
         samples_per_row_needed=_samples_needed(agreement, samples_per_row),
     )
+
+
+def _outlying_inputs(model: nn.Module, batch: Batch, loss: Loss) -> int:
+    """How many samples `prune` would leave out."""
+    found = outliers.spreads(batch[0])
+    most = outliers.largest_usual(found, row_losses(model, batch, loss, 1))
+    return 0 if most is None else int((found > most).sum())
 
 
 def effective_ranks(gram: Tensor) -> tuple[float | None, float | None]:
@@ -474,6 +488,12 @@ def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
         reasons.append(
             f"{report.refuted:,} of {_count(report.rows, 'gradient')} disagree with the changes of "
             "the losses: ewr, which corrects such rows (audit=False if they are meant to differ)."
+        )
+    if report.outlying_inputs:
+        reasons.append(
+            f"The inputs of {_count(report.outlying_inputs, 'sample')} vary far more than the "
+            "others', and the model fails on them: ewr, which leaves such samples out "
+            "(screen=False if they are right)."
         )
     eta, gain = report.contamination, report.contamination_gain
     least = contamination.LEAST_GAIN
