@@ -13,12 +13,14 @@ is larger, the row is **refuted**, and multiplied by
 
 which makes it agree with the losses best. A row that was flipped and scaled becomes the gradient
 again; one with noise of its own shrinks, the more the larger the noise. All others stay as they are
-to the bit.
+to the bit. So do all where the others are not exact either, or too few: then it is not single rows
+that are wrong but the way in which gradients are taken, and no row can be told from another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +33,32 @@ from swap_prune.prunable import PrunableWeights
 
 Losses = Callable[[Tensor], Tensor]
 
+
+class Audit(NamedTuple):
+    """What losses say of rows.
+
+    Attributes:
+        factors: what each row (n,) is to be multiplied with, in float64; 1 unless it is refuted.
+        single: whether it is single rows that are wrong, and the factors should be used.
+    """
+
+    factors: Tensor
+    single: bool
+
+    @property
+    def refuted(self) -> Tensor:
+        """The numbers of the refuted rows."""
+        return (self.factors != 1).nonzero()[:, 0]
+
+
 # Directions that a row is asked about, each for two forward passes of its samples.
 DIRECTIONS = 4
 # h: weights change by 0.3%. Rounding of float32 losses and the curvature of networks then leave an
 # error of at most 3% of the square of a gradient (MLPNet and ResNet20, docs/noise.md).
 STEP = 0.003
-# A row with so much more error than gradient, in squares, is refuted.
-REFUTED = 1.0
+# A row with so much more error than gradient, in squares, is refuted. The others have to be at
+# least half of the rows and, taken together, to have at most so much.
+REFUTED, MOST_ELSEWHERE = 1.0, 0.1
 # Gradients below this part of the mean square of all are taken for as large, and so are those that
 # losses can't tell for their rounding: by so much of themselves, or of 1.
 FLOOR, ROUNDING = 1e-3, 2.0**-20
@@ -70,23 +91,23 @@ def correct_rows(
         generator: what directions are drawn from.
 
     Returns:
-        How many rows are refuted.
+        How many rows were corrected.
     """
-    factors = row_factors(gradients, losses, w, generator)
-    refuted = (factors != 1).nonzero()[:, 0]
-    if len(refuted):
-        rows = gradients.rows()
-        rows[refuted] *= factors[refuted, None].to(rows.dtype)
+    audit = check_rows(gradients, losses, w, generator)
+    if not audit.single:
+        return 0
+    rows, refuted = gradients.rows(), audit.refuted
+    rows[refuted] *= audit.factors[refuted, None].to(rows.dtype)
     return len(refuted)
 
 
-def row_factors(
+def check_rows(
     gradients: GradientOperator,
     losses: Losses,
     w: Tensor,
     generator: torch.Generator,
-) -> Tensor:
-    """The factors (n,) in float64 of `correct_rows`; 1 where a row is not refuted."""
+) -> Audit:
+    """Compare rows with losses; arguments as for `correct_rows`."""
     claimed, found, sums = [], [], []
     for _ in range(DIRECTIONS):
         signs = 2 * torch.randint(0, 2, w.shape, generator=generator) - 1
@@ -104,4 +125,7 @@ def row_factors(
     floor = FLOOR * signal[finite].mean() + rounding.square()
     refuted = finite & (error > REFUTED * (signal + floor))
     best = (says * is_).sum(0) / says.square().sum(0)
-    return torch.where(refuted, best.clamp(-1.0, 1.0), torch.ones_like(best))
+    factors = torch.where(refuted, best.clamp(-1.0, 1.0), torch.ones_like(best))
+    others = finite & ~refuted
+    exact = float(error[others].sum()) <= MOST_ELSEWHERE * float((signal + floor)[others].sum())
+    return Audit(factors, single=exact and int(refuted.sum()) <= len(refuted) / 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from swap_prune import contamination, outliers
 from swap_prune import settings as settings_of
-from swap_prune.audit import losses_by_weights, row_factors
+from swap_prune.audit import check_rows, losses_by_weights
 from swap_prune.calibration import Batch, CalibrationStream
 from swap_prune.calling import check_module
 from swap_prune.errors import InputError
@@ -69,6 +69,7 @@ class NoiseReport:
             that chance explains more than half.
         refuted: rows whose error is larger than the gradient, by finite differences of the losses
             (see `audit`).
+        refuted_singly: whether the other rows are exact, so that refuted ones can be corrected.
         outlying_inputs: samples of a group whose inputs vary far more than the others', and which
             the model fails on (see `outliers`).
         opposed: share of the rows that point against the mean of the others.
@@ -99,6 +100,7 @@ class NoiseReport:
     outliers: int
     orthogonal: int | None
     refuted: int | None
+    refuted_singly: bool | None
     outlying_inputs: int | None
     opposed: float | None
     opposed_weight: float | None
@@ -227,11 +229,16 @@ def noise_report(
         outlying = _outlying_inputs(own, batch, loss or cross_entropy)
         losses = losses_by_weights(own, weights, batch, loss or cross_entropy, samples_per_row)
         directions = torch.Generator().manual_seed(seed)
-        factors = row_factors(gradients, losses, weights.read(own), directions)
+        audit = check_rows(gradients, losses, weights.read(own), directions)
     gram = scaled_gram(gradients)
     report = measure(gram, weights.size, samples_per_row, len(source), generator)
-    refuted = int((factors != 1).sum())
-    report = replace(report, refuted=refuted, outlying_inputs=outlying, **labels)
+    report = replace(
+        report,
+        refuted=len(audit.refuted),
+        refuted_singly=audit.single,
+        outlying_inputs=outlying,
+        **labels,
+    )
     recommendation, reasons = recommend(report)
     return replace(report, recommendation=recommendation, reasons=reasons)
 
@@ -279,6 +286,7 @@ def measure(
         outliers=count_outliers(norms),
         orthogonal=count_orthogonal(gram, weights),
         refuted=None,
+        refuted_singly=None,
         outlying_inputs=None,
         opposed=opposed,
         opposed_weight=opposed_weight,
@@ -484,7 +492,7 @@ def _by_magnitude(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]
 
 def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
     reasons = []
-    if report.refuted:
+    if report.refuted and report.refuted_singly:
         reasons.append(
             f"{report.refuted:,} of {_count(report.rows, 'gradient')} disagree with the changes of "
             "the losses: ewr, which corrects such rows (audit=False if they are meant to differ)."

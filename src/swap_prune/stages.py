@@ -572,7 +572,8 @@ class Run:
             samples = (few[:, None] * m + torch.arange(m)).flatten()
             theirs = losses_of(tree_map(lambda leaf: leaf[samples], batch))
             rows = DenseGradients(gradients.rows()[few])
-            if (audit.row_factors(rows, theirs, w_bar, generator) == 1).all():
+            found = audit.check_rows(rows, theirs, w_bar, generator)
+            if not (found.single and len(found.refuted)):
                 return 0
             refuted = audit.correct_rows(gradients, losses_of(batch), w_bar, generator)
         if (
