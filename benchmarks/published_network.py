@@ -86,7 +86,7 @@ def of_seed(
 
 def train(model: nn.Module, data: TensorDataset, epochs: int, seed: int) -> None:
     """Train as WoodFisher's script does, with crops and flips, in this machine's best precision."""
-    precision = fastest_precision(torch.device("cpu"))
+    precision = fastest_precision()
     period = Period(
         model, {}, None, cross_entropy, Samples(data), torch.arange(len(data)),
         replace(PRESETS["authors-resnet20"], precision=precision), epochs, seed, period=0,

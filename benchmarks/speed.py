@@ -132,7 +132,7 @@ def measure_training(samples: int = 1280) -> dict[str, Any]:
         "bfloat16_seconds": rounded,
         "ratio": full / rounded,
         "ratios_of_rounds": sorted(slow / fast for slow, fast in seconds),
-        "fastest_precision": fastest_precision(torch.device("cpu")),
+        "fastest_precision": fastest_precision(),
     }
 
 

@@ -156,13 +156,30 @@ def test_flipped_rows_change_nothing_in_an_audited_run(method):
     clean = prune(model, data(), **given)
     flipped = noise.build("adversarial", 0.25, 1.0)
     audited = prune(model, data(), noise=flipped, **given)
-    assert [line["refuted_rows"] for line in clean.history] == [0, 0, 0]
-    assert [line["refuted_rows"] for line in audited.history] == [15, 15, 15]
+    assert [line["corrected_rows"] for line in clean.history] == [0, 0, 0]
+    assert [line["corrected_rows"] for line in audited.history] == [15, 15, 15]
     difference = (weights_of(audited.model) - weights_of(clean.model)).norm()
     assert difference < 0.02 * weights_of(clean.model).norm()
     unaudited = prune(model, data(), noise=flipped, **{**given, "audit": False})
-    assert "refuted_rows" not in unaudited.history[0]
+    assert "corrected_rows" not in unaudited.history[0]
     assert (weights_of(unaudited.model) - weights_of(clean.model)).norm() > 5 * difference
+
+
+@pytest.mark.parametrize("kind", ["adversarial", "gradient-rows"])
+def test_rows_are_checked_that_noise_did_not_choose(kind):
+    """With the noise's own random numbers the first fifty would all be noisy."""
+    given = {**QUICK, "samples": 200, "samples_per_row": 1}
+    found = prune(Problem(0).model, data(), noise=noise.build(kind, 0.25, 20.0), **given)
+    assert all(45 <= line["corrected_rows"] <= 50 for line in found.history)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_is_too_coarse_for_an_audit(kind):
+    model = Problem(0).model.to(kind)
+    x, y = data()
+    assert noise_report(model, (x.to(kind), y)).refuted is None
+    found = prune(model, (x.to(kind), y), **QUICK)
+    assert [line["corrected_rows"] for line in found.history] == [0, 0, 0]
 
 
 def test_the_audit_is_ewrs_own_unless_asked_for():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from swap_prune import InputError, evaluate
+from swap_prune import InputError, evaluate, evaluation
 from swap_prune.evaluation import (
     CHANCE,
     GROUPS,
@@ -16,6 +16,7 @@ from swap_prune.evaluation import (
     cross_entropy,
     group_losses,
     mean_loss,
+    row_losses,
 )
 from swap_prune.gradients import DenseGradients
 from swap_prune.methods.wasserstein import WORTHWHILE, Candidate, _Trial
@@ -32,6 +33,21 @@ def test_the_mean_of_the_groups_is_that_of_the_samples(samples):
     assert float(losses.mean()) == pytest.approx(expected, rel=1e-5)
     assert mean_loss(model, (x, labels), cross_entropy) == pytest.approx(expected, rel=1e-5)
     assert len(losses) >= min(samples, GROUPS)
+
+
+@pytest.mark.parametrize("most", [1, 4, 5, 7, 100])
+def test_a_row_has_one_loss_however_many_samples_are_evaluated_at_once(monkeypatch, most):
+    monkeypatch.setattr(evaluation, "BATCH_NUMBERS", 2 * most)
+    monkeypatch.setattr(evaluation, "MOST_VECTORS", most)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, labels = torch.randn(20, 2), torch.randint(3, (20,))
+    # No mean over samples: what a row's loss is depends on all of them together.
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
+    with torch.no_grad():
+        expected = [float(weighted(model(x[i : i + 5]), labels[i : i + 5])) for i in (0, 5, 10, 15)]
+    found = row_losses(model, (x, labels), weighted, 5)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_groups_of_a_classifier_are_evaluated_together():

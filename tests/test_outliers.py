@@ -65,6 +65,14 @@ def test_few_outliers_or_such_as_the_model_knows_are_kept(share, ratio):
     assert largest_usual(*samples(share, ratio)) is None
 
 
+def test_losses_may_be_negative():
+    spread, loss = samples(0.25, 1.0)
+    loss[:100] += 0.2  # a fifth of the others' size, and then twice as much as it is
+    assert largest_usual(spread, loss - 1.5) is None
+    loss[:100] += 2.0
+    assert largest_usual(spread, loss - 1.5) is not None
+
+
 def test_equal_inputs_have_no_outliers():
     assert largest_usual(torch.ones(50), torch.rand(50)) is None
     assert largest_usual(torch.zeros(50), torch.rand(50)) is None

@@ -449,7 +449,7 @@ def test_stages_are_measured_after_the_cut_and_before_training():
 
 def test_the_precision_of_training_is_settled_and_saved():
     quick = {**QUICK, "sparsity": 0.8, "method": "magnitude"}
-    settled = machine.fastest_precision(torch.device("cpu"))
+    settled = machine.fastest_precision()
     tuned = {"epochs_after": 1, "batch_size": 16}
     automatic, named = (
         prune(trained(), samples(), fine_tuning={**tuned, "precision": precision}, **quick)

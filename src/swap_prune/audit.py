@@ -9,9 +9,9 @@ With `d = s ∘ w`, s random signs, the expected squares are `‖(ĝ - g) ∘ w�
 `‖g ∘ w‖²` of f: a few directions estimate how large a row's error is beside the gradient. Where it
 is larger, the row is **refuted**, and multiplied by
 
-    a = Σ f ĝᵀd / Σ (ĝᵀd)²,      kept within [-1, 1],
+    a = Σ f ĝᵀd / Σ (ĝᵀd)²,      at least -1 (and below 1/2, for its error is the larger),
 
-which makes it agree with the losses best. A row that was flipped and scaled becomes the gradient
+which makes it agree with the losses best. A row that was flipped and scaled up becomes the gradient
 again; one with noise of its own shrinks, the more the larger the noise. All others stay as they are
 to the bit. So do all where the others are not exact either, or too few: then it is not single rows
 that are wrong but the way in which gradients are taken, and no row can be told from another.
@@ -64,6 +64,12 @@ REFUTED, MOST_ELSEWHERE = 1.0, 0.1
 FLOOR, ROUNDING = 1e-3, 2.0**-20
 
 
+def possible(model: nn.Module, weights: PrunableWeights) -> bool:
+    """Whether weights are exact enough to be moved by a step, and losses to show it."""
+    coarsest = max(torch.finfo(model.get_parameter(name).dtype).eps for name in weights.names)
+    return coarsest <= torch.finfo(torch.float32).eps
+
+
 def losses_by_weights(
     model: nn.Module, weights: PrunableWeights, batch: Batch, loss: Loss, samples_per_row: int
 ) -> Losses:
@@ -96,9 +102,10 @@ def correct_rows(
     audit = check_rows(gradients, losses, w, generator)
     if not audit.single:
         return 0
-    rows, refuted = gradients.rows(), audit.refuted
-    rows[refuted] *= audit.factors[refuted, None].to(rows.dtype)
-    return len(refuted)
+    if len(audit.refuted):
+        rows = gradients.rows()
+        rows.mul_(audit.factors[:, None].to(rows.dtype))
+    return len(audit.refuted)
 
 
 def check_rows(
@@ -125,7 +132,7 @@ def check_rows(
     floor = FLOOR * signal[finite].mean() + rounding.square()
     refuted = finite & (error > REFUTED * (signal + floor))
     best = (says * is_).sum(0) / says.square().sum(0)
-    factors = torch.where(refuted, best.clamp(-1.0, 1.0), torch.ones_like(best))
+    factors = torch.where(refuted, best.clamp_min(-1.0), torch.ones_like(best))
     others = finite & ~refuted
     exact = float(error[others].sum()) <= MOST_ELSEWHERE * float((signal + floor)[others].sum())
     return Audit(factors, single=exact and int(refuted.sum()) <= len(refuted) / 2)

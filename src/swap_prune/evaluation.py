@@ -99,7 +99,16 @@ def group_losses(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
 
 def row_losses(model: nn.Module, batch: Batch, loss: Loss, samples_per_row: int) -> Tensor:
     """The losses (n,), in float64, of the samples of each row; infinite rather than NaN."""
-    return _losses(model, batch, loss, samples_per_row)
+    inputs, _ = batch
+    if samples_per_row <= batch_samples(model, inputs):
+        return _losses(model, batch, loss, samples_per_row)
+    found = []
+    for part in torch.arange(tree_leaves(inputs)[0].shape[0]).split(samples_per_row):
+        x, y = tree_map(lambda leaf, part=part: leaf[part], batch)
+        outputs = [output for _, output in outputs_of(model, x)]
+        together = tree_map(lambda *leaves: torch.cat(leaves), *outputs)
+        found.append(_scalar_loss(loss, together, y))
+    return torch.tensor(found, dtype=torch.float64).nan_to_num(nan=torch.inf, neginf=torch.inf)
 
 
 def _losses(model: nn.Module, batch: Batch, loss: Loss, most: int) -> Tensor:

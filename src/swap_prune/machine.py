@@ -46,17 +46,14 @@ def most_rows(p: int) -> int:
     return _memory() // (BYTES_A_WEIGHT * p)
 
 
-def fastest_precision(device: torch.device) -> str:
-    """What precision="auto" trains in: bfloat16 on devices with instructions for it.
+def fastest_precision() -> str:
+    """What precision="auto" trains in: bfloat16 on processors with instructions for it.
 
     Others would emulate it, many times slower than float32.
     """
-    if device.type == "cpu":
-        # Older versions of torch don't tell.
-        capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-        native = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
-    else:
-        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    # Older versions of torch don't tell.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    native = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
     return "bfloat16" if native else "float32"
 
 

@@ -1,7 +1,8 @@
 """How noisy a model's gradients are on given data, and what that says for pruning it.
 
-Everything about the rows of `G` (n × p) is read off their Gram matrix `G Gᵀ` (n × n). The rules
-behind the recommendation are those of `recommend`, and no others.
+What is said about the rows of `G` (n × p) is read off their Gram matrix `G Gᵀ` (n × n), but for
+those that losses refute: finding them takes eight forward passes. The rules behind the
+recommendation are those of `recommend`, and no others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from swap_prune import contamination, outliers
 from swap_prune import settings as settings_of
-from swap_prune.audit import check_rows, losses_by_weights
+from swap_prune.audit import check_rows, losses_by_weights, possible
 from swap_prune.calibration import Batch, CalibrationStream
 from swap_prune.calling import check_module
 from swap_prune.errors import InputError
@@ -68,7 +69,7 @@ class NoiseReport:
             beyond chance, leave-one-out ridge). None below 3 rows, or if there are so few weights
             that chance explains more than half.
         refuted: rows whose error is larger than the gradient, by finite differences of the losses
-            (see `audit`).
+            (see `audit`). None for weights in half precision, which is too coarse for them.
         refuted_singly: whether the other rows are exact, so that refuted ones can be corrected.
         outlying_inputs: samples of a group whose inputs vary far more than the others', and which
             the model fails on (see `outliers`).
@@ -229,13 +230,16 @@ def noise_report(
         outlying = _outlying_inputs(own, batch, loss or cross_entropy)
         losses = losses_by_weights(own, weights, batch, loss or cross_entropy, samples_per_row)
         directions = torch.Generator().manual_seed(seed)
-        audit = check_rows(gradients, losses, weights.read(own), directions)
+        audit = None
+        if possible(own, weights):
+            with weights.kept(own):
+                audit = check_rows(gradients, losses, weights.read(own), directions)
     gram = scaled_gram(gradients)
     report = measure(gram, weights.size, samples_per_row, len(source), generator)
     report = replace(
         report,
-        refuted=len(audit.refuted),
-        refuted_singly=audit.single,
+        refuted=None if audit is None else len(audit.refuted),
+        refuted_singly=None if audit is None else audit.single,
         outlying_inputs=outlying,
         **labels,
     )
@@ -297,7 +301,7 @@ def measure(
 
 
 def _outlying_inputs(model: nn.Module, batch: Batch, loss: Loss) -> int:
-    """How many samples `prune` would leave out."""
+    """How many of these samples would be left out if `prune` held them out."""
     found = outliers.spreads(batch[0])
     most = outliers.largest_usual(found, row_losses(model, batch, loss, 1))
     return 0 if most is None else int((found > most).sum())
@@ -451,8 +455,9 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     3. `samples`: 1,000 rows, or as many as data and memory allow.
     4. `samples_per_row`: as many as the data allow, up to 16, if the halves agree to less than 0.9
        or the tail index is below 2; otherwise as many as were measured.
-    5. `method`: "ewr"; how much it is worth depends on the contamination of the labels (above 0.02
-       and more than chance) and on the rows (fewer than 200), and the reasons say so.
+    5. `method`: "ewr"; how much it is worth depends on rows that losses refute, on outlying inputs,
+       on the contamination of the labels (above 0.02 and more than chance) and on the rows (fewer
+       than 200), and the reasons say so.
     """
     available = report.available
     if report.vanishing == report.rows or available < 2:

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 # one, and one of a group, of which it takes less.
 ALONE, IN_GROUP = 3.5, 3.0
 NORMAL = 1.4826
+# Samples whose spread is computed at once.
+CHUNK = 64
 # Relative differences below this are rounding: identical samples have no outliers.
 DUST = 1e-3
 # A second group has at least this share of the samples; a few far out are in any data.
@@ -29,15 +31,18 @@ LEAST_RATIO, LEAST_ERRORS = 1.5, 2.0
 
 
 def spreads(inputs: Any) -> Tensor:
-    """The standard deviation (samples,) in float64 of each input's own numbers, integers aside."""
-    parts = [
-        leaf.flatten(1).double()
-        for leaf in tree_leaves(inputs)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
-    ]
-    if not parts:
-        return torch.zeros(tree_leaves(inputs)[0].shape[0], dtype=torch.float64)
-    return torch.cat(parts, dim=1).std(1, correction=0)
+    """The standard deviation (samples,) in float64 of each input's own numbers.
+
+    Integers and single numbers a sample have no part in it.
+    """
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    parts = [leaf.flatten(1) for leaf in leaves if leaf.is_floating_point() and leaf.ndim > 1]
+    found = torch.zeros(len(leaves[0]), dtype=torch.float64)
+    if parts:
+        # A few samples at a time: a copy of all in float64 might not fit into memory.
+        for few in torch.arange(len(found)).split(CHUNK):
+            found[few] = torch.cat([part[few].double() for part in parts], 1).std(1, correction=0)
+    return found
 
 
 def limit(values: Tensor, deviations: float = ALONE) -> float:
@@ -68,5 +73,5 @@ def largest_usual(spreads: Tensor, losses: Tensor) -> float | None:
     theirs, others = losses[outlying].double(), losses[~outlying].double()
     error = math.sqrt(float(theirs.var() / len(theirs) + others.var() / len(others)))
     difference = float(theirs.mean() - others.mean())
-    fails = theirs.mean() > LEAST_RATIO * others.mean() and difference > LEAST_ERRORS * error
-    return most if fails else None
+    least = (LEAST_RATIO - 1) * abs(float(others.mean()))  # of a difference: losses may be negative
+    return most if difference > max(least, LEAST_ERRORS * error) else None

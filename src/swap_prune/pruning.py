@@ -105,7 +105,7 @@ def prune(
                 refuted rows are corrected (True for "ewr", False for "lr").
             screen: leave out samples whose inputs vary far more than the others', if there is a
                 group of them on which the unpruned model fails (True for "ewr" where samples are
-                held out, by which that is found; False for "lr").
+                held out, by which that is found; False for "lr"); fine-tuning still sees them.
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
@@ -176,7 +176,7 @@ def prune(
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
     if resolved.fine_tuning is not None and resolved.fine_tuning.precision == "auto":
-        tuned = replace(resolved.fine_tuning, precision=fastest_precision(device))
+        tuned = replace(resolved.fine_tuning, precision=fastest_precision())
         resolved = replace(resolved, fine_tuning=tuned)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(resolved.seed)

@@ -312,7 +312,7 @@ class Run:
         where = f"stage {number}/{stages}, sparsity {sparsities[-1]:.3f}"
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
-        batch = gradients = audited = None
+        batch = gradients = corrected = None
         if number > 1:
             self.stream.hold_out()
         if self._draws():
@@ -330,6 +330,8 @@ class Run:
             self._check_held_out()
         if batch is not None:
             batch, indices = self._screened(batch, indices, self.settings.samples_per_row or 1)
+            if self.method.needs_gradients:
+                self.bar.update(self._stage_samples() - len(indices))
         if self.method.needs_gradients and batch is not None:
             self.bar.set_description(f"{where}: gradients")
             with ExitStack() as noisy:
@@ -346,7 +348,7 @@ class Run:
                 noise.rows(gradients.rows(), generator)
             if self.settings.audit:
                 self.bar.set_description(f"{where}: checking gradients")
-                audited = self._audit(gradients, batch, w_bar, number)
+                corrected = self._audit(gradients, batch, w_bar, number, generator)
         else:
             self.bar.update(self._stage_samples())
         self.seconds["gradients"] += time.perf_counter() - start
@@ -375,8 +377,8 @@ class Run:
             chosen |= self._reestimate(batch[0])
         self.seconds["solve"] += time.perf_counter() - start_solve
         line = {"stage": number, **chosen}
-        if audited is not None:
-            line["refuted_rows"] = audited
+        if corrected is not None:
+            line["corrected_rows"] = corrected
         if number == 1 and self.settings.contamination != 0:
             line["contamination"] = self.contamination
         if batch is not None and self.settings.screen:
@@ -523,7 +525,7 @@ class Run:
             return batch, indices
         kept = (outliers.spreads(batch[0]) <= self.largest_spread).nonzero()[:, 0]
         kept = kept[: len(kept) // samples_per_row * samples_per_row]
-        if not len(kept):  # a batch of nothing else: better these than none
+        if not len(kept):  # not one whole row of others: better these than none
             return batch, indices
         return tree_map(lambda leaf: leaf[kept], batch), indices[kept]
 
@@ -559,10 +561,22 @@ class Run:
             numbers=indices,
         )
 
-    def _audit(self, gradients: GradientOperator, batch: Batch, w_bar: Tensor, number: int) -> int:
-        """Correct rows that the losses refute, if there are any among a few; how many there are."""
+    def _audit(
+        self,
+        gradients: GradientOperator,
+        batch: Batch,
+        w_bar: Tensor,
+        number: int,
+        generator: torch.Generator,
+    ) -> int:
+        """Correct rows that the losses refute, if there are any among a few; how many it were.
+
+        The generator is the one that made the stage's noise: rows drawn from a twin of it would be
+        those that the noise was put on.
+        """
+        if not audit.possible(self.model, self.weights):
+            return 0
         n, m = gradients.shape[0], self.settings.samples_per_row or 1
-        generator = torch.Generator().manual_seed(self._seed(number))
 
         def losses_of(samples: Batch) -> audit.Losses:
             return audit.losses_by_weights(self.model, self.weights, samples, self.fitted_loss, m)
@@ -575,19 +589,19 @@ class Run:
             found = audit.check_rows(rows, theirs, w_bar, generator)
             if not (found.single and len(found.refuted)):
                 return 0
-            refuted = audit.correct_rows(gradients, losses_of(batch), w_bar, generator)
+            corrected = audit.correct_rows(gradients, losses_of(batch), w_bar, generator)
         if (
-            refuted
+            corrected
             and not self.settings.noise
-            and not any(line.get("refuted_rows") for line in self.history)
+            and not any(line.get("corrected_rows") for line in self.history)
         ):
             warnings.warn(
-                f"{refuted} of {n} gradients at stage {number} disagree with the losses' own "
+                f"{corrected} of {n} gradients at stage {number} disagree with the losses' own "
                 "changes and were corrected; if they are meant to differ, as with straight-through "
                 "estimators, give audit=False",
                 stacklevel=2,
             )
-        return refuted
+        return corrected
 
     def _budget(self, sparsities: list[float]) -> Budget:
         """What may stay after the last of the sparsities, those of all stages so far."""
