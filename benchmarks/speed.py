@@ -69,15 +69,13 @@ def measure_gradients(samples: int = 1000) -> dict[str, Any]:
     def ours() -> None:
         gradient_rows(model, weights, inputs, labels, functional.cross_entropy, out=rows)
 
-    # In turns: the machine's speed changes from minute to minute, for both alike.
-    seconds = [(_best(loop, 1), _best(ours, 1)) for _ in range(5)]
-    loop_seconds, our_seconds = (min(times) for times in zip(*seconds, strict=True))
+    loop_seconds, our_seconds, ratios = _in_turns(loop, ours)
     return {
         "samples": samples,
         "loop_seconds": loop_seconds,
         "seconds": our_seconds,
         "ratio": loop_seconds / our_seconds,
-        "ratios_of_rounds": sorted(slow / fast for slow, fast in seconds),
+        "ratios_of_rounds": ratios,
         "largest_difference": float((rows - loop_rows).abs().max() / loop_rows.abs().max()),
     }
 
@@ -117,23 +115,32 @@ def measure_training(samples: int = 1280) -> dict[str, Any]:
     masks = {name: torch.rand_like(model.get_parameter(name)) < 0.5 for name in weights.names}
     data = Samples((torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))))
     everything = torch.arange(samples)
-    periods = [
+    full, rounded = (
         Period(
             model, masks, None, functional.cross_entropy, data, everything,
             FineTuning(precision=precision), epochs=1, seed=0, period=0,
         )
         for precision in ("float32", "bfloat16")
-    ]  # fmt: skip
-    seconds = [[_best(lambda p=p: p.run_epoch(0), 1) for p in periods] for _ in range(5)]
-    full, rounded = (min(times) for times in zip(*seconds, strict=True))
+    )  # fmt: skip
+    slow, fast, ratios = _in_turns(lambda: full.run_epoch(0), lambda: rounded.run_epoch(0))
     return {
         "samples": samples,
-        "float32_seconds": full,
-        "bfloat16_seconds": rounded,
-        "ratio": full / rounded,
-        "ratios_of_rounds": sorted(slow / fast for slow, fast in seconds),
+        "float32_seconds": slow,
+        "bfloat16_seconds": fast,
+        "ratio": slow / fast,
+        "ratios_of_rounds": ratios,
         "fastest_precision": fastest_precision(),
     }
+
+
+def _in_turns(slow: Callable[[], Any], fast: Callable[[], Any]) -> tuple[float, float, list[float]]:
+    """The shortest times of both, and the ratios of five rounds.
+
+    In turns: the machine's speed changes from minute to minute, for both alike.
+    """
+    seconds = [(_best(slow, 1), _best(fast, 1)) for _ in range(5)]
+    shortest = [min(times) for times in zip(*seconds, strict=True)]
+    return shortest[0], shortest[1], sorted(first / second for first, second in seconds)
 
 
 def _best(function: Callable[[], Any], repeats: int = 9) -> float:

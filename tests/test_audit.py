@@ -235,7 +235,7 @@ def test_the_noise_report_counts_them():
     assert (right.refuted, wrong.refuted, all_wrong.refuted) == (0, some, 300)
     assert f"{some} of 300 gradients disagree with the changes of the losses: ewr" in str(wrong)
     assert "disagree" not in str(right) + str(all_wrong)
-    # Finite differences have no part in the other measures.
+    # Directions are drawn by the seed.
     assert noise_report(Estimator(99), data()) == right
 
 

@@ -123,15 +123,15 @@ def check_rows(
         ahead, behind = losses(w + STEP * direction), losses(w - STEP * direction)
         found.append((ahead - behind).double() / (2 * STEP))
         sums.append((ahead + behind).double())
-    says, is_ = torch.stack(claimed), torch.stack(found)
+    claims, truth = torch.stack(claimed), torch.stack(found)
     rounding = ROUNDING * (1 + torch.stack(sums).abs().amax(0)) / STEP
     # A loss that is not finite a step away says nothing against a row.
-    finite = torch.isfinite(is_).all(0)
-    error = (says - is_).square().mean(0)
-    signal = is_.square().mean(0)
+    finite = torch.isfinite(truth).all(0)
+    error = (claims - truth).square().mean(0)
+    signal = truth.square().mean(0)
     floor = FLOOR * signal[finite].mean() + rounding.square()
     refuted = finite & (error > REFUTED * (signal + floor))
-    best = (says * is_).sum(0) / says.square().sum(0)
+    best = (claims * truth).sum(0) / claims.square().sum(0)
     factors = torch.where(refuted, best.clamp_min(-1.0), torch.ones_like(best))
     others = finite & ~refuted
     exact = float(error[others].sum()) <= MOST_ELSEWHERE * float((signal + floor)[others].sum())
