@@ -112,6 +112,10 @@ def prune(
             block_size: how many neighbouring weights of a layer make good for the cut ones among
                 them before all weights together do (100 where samples are held out, by which their
                 damping is chosen); 0, the paper's, for none.
+            reconstruction: the weights of a layer make good for the cut ones by its outputs, which
+                are to change as little as possible on the stage's samples, wherever the held-out
+                loss says that it is better (True for "ewr" where samples are held out, False for
+                "lr"); blocks are tried where it is not.
             contamination: fraction of wrong labels to reckon with: samples count as far as their
                 labels are likely to be right; or "auto", estimated on held-out samples with the
                 model as given (the default of "ewr"; 0 for the others).

@@ -28,6 +28,7 @@ PARTS: dict[tuple[str, ...], tuple[str, ...]] = {
         "discount",
         "metric",
         "block_size",
+        "reconstruction",
         "audit",
         "screen",
     ),
@@ -74,6 +75,7 @@ class Settings:
     discount: float = 0.0
     metric: float | Auto | None = None
     block_size: int | None = None
+    reconstruction: bool | None = None
     contamination: float | Auto | None = None
     audit: bool | None = None
     screen: bool | None = None
@@ -121,7 +123,7 @@ def check(settings: Settings) -> None:
             raise InputError(
                 f"{name}={value!r} must be a whole number of at least {least}{limit}{or_auto}"
             )
-    for name in ("relative", "per_layer", "audit", "screen"):
+    for name in ("relative", "per_layer", "audit", "screen", "reconstruction"):
         value = getattr(settings, name)
         unset = value is None and Settings.__dataclass_fields__[name].default is None
         if not unset and not isinstance(value, bool):
@@ -230,6 +232,14 @@ def resolve(given: Settings, available: int) -> Settings:
             "screen=True needs held-out samples to find outliers by, and held_out is 0; give "
             "screen=False"
         )
+    reconstruction = given.reconstruction
+    if reconstruction is None:
+        reconstruction = given.method == "ewr" and held_out > 0
+    if reconstruction and not held_out:
+        raise InputError(
+            "reconstruction=True needs held-out samples to choose a damping by, and held_out is 0; "
+            "give reconstruction=False"
+        )
     pool = available - held_out
     samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
     schedule = given.schedule
@@ -246,6 +256,7 @@ def resolve(given: Settings, available: int) -> Settings:
         memory=memory,
         metric=metric,
         block_size=block_size,
+        reconstruction=reconstruction,
         contamination=contamination,
         audit=given.method == "ewr" if given.audit is None else given.audit,
         screen=given.method == "ewr" and held_out > 0 if given.screen is None else given.screen,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
-from swap_prune import audit, outliers, training
+from swap_prune import audit, outliers, reconstruction, training
 from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
@@ -355,6 +355,7 @@ class Run:
 
         self.bar.set_description(f"{where}: solving")
         start_solve = time.perf_counter()
+        inputs = None if batch is None else batch[0]
         stage = Stage(
             gradients=gradients,
             w_bar=w_bar,
@@ -362,6 +363,7 @@ class Run:
             samples_per_row=self.settings.samples_per_row or 1,
             remaining=stages - number,
             layers=tuple(part for _, _, part in self.weights.slices()),
+            input_moments=lambda: self._input_moments(w_bar, inputs, number),
             held_out_losses=None if self.held_out is None else self._held_out_losses,
         )
         w, chosen = self.method.prune(stage)
@@ -561,6 +563,16 @@ class Run:
             numbers=indices,
         )
 
+    def _input_moments(
+        self, w_bar: Tensor, inputs: Any, number: int
+    ) -> list[reconstruction.Moments | None]:
+        """The second moments of the layers' inputs with the weights `w_bar` (p,)."""
+        few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
+        few = formatted(few, fastest_format(self.model, few))
+        self.weights.write(self.model, w_bar)
+        generator = torch.Generator().manual_seed(self._seed(number))
+        return reconstruction.input_moments(self.model, self.weights, few, generator)
+
     def _audit(
         self,
         gradients: GradientOperator,
@@ -683,6 +695,7 @@ def build_method(settings: Settings) -> Method:
         discount=settings.discount,
         metric=settings.metric or 0.0,
         block_size=settings.block_size or 0,
+        reconstruction=bool(settings.reconstruction),
     )
 
 

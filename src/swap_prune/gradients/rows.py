@@ -304,7 +304,7 @@ def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, blo
     layers = [
         module for module in model.modules() if id(getattr(module, "weight", None)) in by_parameter
     ]
-    plain = all(type(layer).forward in _FACTORED_FORWARDS for layer in layers)
+    plain = all(type(layer).forward in FACTORED_FORWARDS for layer in layers)
     if not plain or {id(layer.weight) for layer in layers} != set(by_parameter):
         raise NotFactorableError("a prunable weight belongs to a layer other than Linear or Conv")
     written: set[int] = set()
@@ -358,7 +358,7 @@ def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, blo
             block[:, part] = 0.0
 
 
-_FACTORED_FORWARDS = {
+FACTORED_FORWARDS = {
     nn.Linear.forward,
     nn.Conv1d.forward,
     nn.Conv2d.forward,
@@ -378,7 +378,7 @@ def _layer_rows(
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        a, padding = functional.pad(a, _padding(layer), mode=mode), (0,) * (a.ndim - 2)
+        a, padding = functional.pad(a, padding_widths(layer), mode=mode), (0,) * (a.ndim - 2)
     if isinstance(layer, nn.Conv2d) and layer.groups == 1 and _is_channels_last(a):
         # Patches of many samples leave the cache, while few calls of a kernel cost nothing.
         sides = cast(tuple[int, int], padding)
@@ -475,7 +475,7 @@ def _rows_as_channels(tensor: Tensor, rows: int) -> Tensor:
     return split.reshape(m, -1, *tensor.shape[2:])
 
 
-def _padding(layer: Convolution) -> list[int]:
+def padding_widths(layer: Convolution) -> list[int]:
     """The argument of `functional.pad`, last dimension first, for any padding of a Conv layer."""
     if layer.padding == "valid":
         return [0] * (2 * len(layer.kernel_size))

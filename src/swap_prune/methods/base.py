@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from swap_prune.gradients import GradientOperator
+from swap_prune.reconstruction import Moments
 from swap_prune.regression import Budget
 
 Auto = Literal["auto"]
@@ -31,6 +32,8 @@ class Stage:
         samples_per_row: m, the samples that each row of G averages.
         remaining: how many stages follow this one.
         layers: the slice of the weights of each layer.
+        input_moments: the second moments of each layer's inputs at `w_bar`, None where it has none;
+            takes a pass over the samples of the stage.
         held_out_losses: the model's losses on groups of held-out samples with the weights given,
             whose mean is that of all; None when nothing is held out.
     """
@@ -41,6 +44,7 @@ class Stage:
     samples_per_row: int
     remaining: int
     layers: tuple[slice, ...]
+    input_moments: Callable[[], list[Moments | None]]
     held_out_losses: Callable[[Tensor], Tensor] | None
 
 

@@ -17,6 +17,7 @@ from swap_prune.gradients import Buffers, DenseGradients
 from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.methods.blocks import compensated
 from swap_prune.methods.cloud import Cloud, RowMemory
+from swap_prune.reconstruction import VECTORS, Moments, reconstructed
 from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
 
 # Where the search for a setting begins at the first stage; later stages begin at the last choice.
@@ -46,14 +47,16 @@ METRICS = (0.0, 0.9)
 REHEARSAL_ROWS = 250
 # The dampings of blocks that are tried, relative to the mean curvature of a weight.
 BLOCK_DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
+# Those of a layer's outputs, relative to the mean square of an input.
+RECONSTRUCTION_DAMPINGS = (1e-4, 3e-3, 1e-1)
 
 
 @dataclass
 class WassersteinRegression(Method):
     """LR and EWR: sparse ridge regression onto `y` or onto its transport-smoothed targets.
 
-    A stage (1) chooses the support, (2) lets the weights of each block make good for its cut ones,
-    (3) solves the regression around that with damping λ, (4) for EWR replaces the targets by
+    A stage (1) chooses the support, (2) lets weights of layers or blocks make good for their cut
+    ones, (3) solves the regression around that with damping λ, (4) for EWR replaces the targets by
     `(1 - θ) y + θ (barycentric projection)`, alternating with the solve, and (5) adds the
     first-order term's step with a damping of its own. Settings that are "auto" are chosen by the
     loss on held-out samples, starting from the last stage's choice.
@@ -72,6 +75,7 @@ class WassersteinRegression(Method):
         discount: how fast a row's mass falls with its norm; 0 gives all the same.
         metric: κ, how far the damping of a weight follows its own curvature; 0 is the paper's.
         block_size: how many weights a block has; 0, the paper's, for no blocks.
+        reconstruction: whether weights make good for cut ones by their layer's outputs.
     """
 
     damping: float | Auto = "auto"
@@ -87,6 +91,7 @@ class WassersteinRegression(Method):
     discount: float = 0.0
     metric: float | Auto = "auto"
     block_size: int = 0
+    reconstruction: bool = False
 
     def __post_init__(self) -> None:
         """Where the searches begin; each stage's choice is the next one's beginning."""
@@ -97,21 +102,29 @@ class WassersteinRegression(Method):
         # For one copy of G's columns, the regression's of the moment.
         self._buffers = Buffers()
         self._metric = None if self.metric == "auto" else self.metric
+        self._moments: dict[int, Moments] = {}  # by the number of the layer
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The rows remembered, and where the next stage's searches begin."""
+        seen = self._moments.items()
         values = {
             "damping": self._damping,
             "step_damping": self._step_damping,
             "metric": self._metric,
+            "inputs": {str(layer): [found.inputs, found.vectors] for layer, found in seen},
         }
-        return self._memory.tensors(), values
+        kept = {f"inputs.{layer}": found.mean for layer, found in seen}
+        return self._memory.tensors() | kept, values
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take up what `state` gave."""
         self._memory.restore(tensors)
         self._damping, self._step_damping = values["damping"], values["step_damping"]
         self._metric = values["metric"]
+        self._moments = {
+            int(layer): Moments(tensors[f"inputs.{layer}"], *described)
+            for layer, described in values["inputs"].items()
+        }
 
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
@@ -121,7 +134,7 @@ class WassersteinRegression(Method):
             self._metric = METRICS[_lowest(losses)]
         scale = metric.scales(stage.gradients.rows(), stage.w_bar != 0, self._metric)
         self._memory.rescale(scale)
-        u, chosen = self._regress(_in_coordinates(stage, scale))
+        u, chosen = self._regress(_in_coordinates(stage, scale), scale)
         self._memory.rescale(1 / scale)
         return u * scale, chosen | {"metric": self._metric}
 
@@ -144,8 +157,8 @@ class WassersteinRegression(Method):
         rows.matrix.div_(scale)
         return loss
 
-    def _regress(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
-        """The same in coordinates in which the damping holds all weights alike."""
+    def _regress(self, stage: Stage, scale: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The same for weights `w / scale` (p,), which the damping holds all alike."""
         assert stage.gradients is not None
         cloud = self._memory.cloud(stage.gradients)
         y = (cloud.gradients @ stage.w_bar).double()
@@ -154,8 +167,8 @@ class WassersteinRegression(Method):
         cut = len(ridge.support) < int((stage.w_bar != 0).sum())
         settings: dict[str, Any] = {"damping": self._damping}
         solution = Candidate(ridge.dual(y, self._damping), settings)
-        if self.block_size and cut:
-            ridge, solution = self._by_blocks(stage, cloud, y, ridge, solution)
+        if cut:
+            ridge, solution = self._centred(stage, scale, cloud, y, ridge, solution)
             settings = solution.settings
         trial = _Trial(ridge, stage.held_out_losses)
         if self.damping == "auto" and cut:
@@ -200,29 +213,76 @@ class WassersteinRegression(Method):
         gram = everything.gram_of(support)
         return regression(support, gram)
 
-    def _by_blocks(
-        self, stage: Stage, cloud: Cloud, y: Tensor, ridge: SupportRidge, solution: Candidate
+    def _centred(
+        self,
+        stage: Stage,
+        scale: Tensor,
+        cloud: Cloud,
+        y: Tensor,
+        ridge: SupportRidge,
+        solution: Candidate,
     ) -> tuple[SupportRidge, Candidate]:
-        """The regression around what blocks make good where that is better, and its solution."""
-        curvature = ridge.mean_curvature()
-        centres = compensated(
-            cloud.gradients,
-            stage.w_bar,
-            ridge.support,
-            stage.layers,
-            self.block_size,
-            [damping * curvature for damping in BLOCK_DAMPINGS],
-        )
-        tried = [(ridge, replace(solution, settings=solution.settings | {"block_damping": None}))]
-        for centre, damping in zip(centres, BLOCK_DAMPINGS, strict=True):
-            around = ridge.around(centre)
-            settings = solution.settings | {"block_damping": damping}
-            tried.append((around, Candidate(around.dual(y, self._damping), settings)))
-        losses = [_Trial(around, stage.held_out_losses).loss(found) for around, found in tried]
-        best, found = tried[_lowest(losses)]
+        """The regression around what layers or blocks make good where that is better than w_bar.
+
+        Blocks are tried only where layers are no help beyond chance: together they take longer than
+        they are worth (docs/choices.md).
+        """
+        tried = [(ridge, solution)]
+
+        def around(name: str, dampings: tuple[float, ...], centres: Tensor) -> None:
+            for centre, damping in zip(centres, dampings, strict=True):
+                moved = ridge.around(centre)
+                settings = solution.settings | {name: damping}
+                tried.append((moved, Candidate(moved.dual(y, self._damping), settings)))
+
+        def best() -> tuple[SupportRidge, Candidate]:
+            losses = [_Trial(moved, stage.held_out_losses).loss(found) for moved, found in tried]
+            return tried[_lowest(losses)]
+
+        if self.reconstruction:
+            solution.settings["reconstruction_damping"] = None
+            around(
+                "reconstruction_damping",
+                RECONSTRUCTION_DAMPINGS,
+                reconstructed(
+                    stage.w_bar * scale,
+                    ridge.support,
+                    stage.layers,
+                    self._input_moments(stage),
+                    RECONSTRUCTION_DAMPINGS,
+                ).div_(scale),
+            )
+        if self.block_size and not _beyond_chance(best()[1], solution):
+            solution.settings["block_damping"] = None
+            curvature = ridge.mean_curvature()
+            around(
+                "block_damping",
+                BLOCK_DAMPINGS,
+                compensated(
+                    cloud.gradients,
+                    stage.w_bar,
+                    ridge.support,
+                    stage.layers,
+                    self.block_size,
+                    [damping * curvature for damping in BLOCK_DAMPINGS],
+                ),
+            )
+        if len(tried) == 1:
+            return ridge, solution
+        chosen, found = best()
         # A copy: the centres that were not chosen need not stay in memory.
-        best.w_bar = best.w_bar.clone()
-        return best, found
+        chosen.w_bar = chosen.w_bar.clone()
+        return chosen, found
+
+    def _input_moments(self, stage: Stage) -> list[Moments | None]:
+        """Those of the stage, with what earlier stages saw where it saw few inputs."""
+        found = stage.input_moments()
+        for layer, moments in enumerate(found):
+            if moments is not None and moments.vectors < VECTORS:
+                if layer in self._moments:
+                    moments = moments.joined(self._moments[layer])
+                found[layer] = self._moments[layer] = moments
+        return found
 
     def _transport(self, problem: _Problem, trial: _Trial) -> Candidate:
         """The best of the couplings asked for; LR is one of them while the mixture is free."""
@@ -316,6 +376,15 @@ class WassersteinRegression(Method):
             if trial.improves(bolder, solution):
                 return bolder
         return taken
+
+
+def _beyond_chance(candidate: Candidate, other: Candidate) -> bool:
+    """Whether measured losses are lower by more than chance; not for one and the same."""
+    if candidate is other:
+        return False
+    assert candidate.losses is not None
+    assert other.losses is not None
+    return beyond_chance(candidate.losses, other.losses)
 
 
 def _lowest(losses: list[float]) -> int:

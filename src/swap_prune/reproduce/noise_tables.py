@@ -44,6 +44,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "lr-contamination": {"method": "lr", "contamination": "auto"},
     "lr-audit": {"method": "lr", "audit": True},
     "lr-screen": {"method": "lr", "screen": True},
+    "lr-reconstruction": {"method": "lr", "reconstruction": True},
     **{name: {"method": name} for name in METHODS if name not in ("lr", "ewr")},
 }
 # A variant of EWR is one of these and its epsilon, as in "gaussian-10": a fixed transport plan
@@ -167,7 +168,9 @@ def settings_of(method: str) -> dict[str, Any]:
         epsilon = math.nan
     if name not in VARIANTS or not epsilon >= 0:
         raise InputError(f"method {method!r} is unknown; accepted are {METHODS_ACCEPTED}")
-    plain = {"memory": 0, "contamination": 0.0, "audit": False, "screen": False}
+    plain = {
+        "memory": 0, "contamination": 0.0, "audit": False, "screen": False, "reconstruction": False,
+    }  # fmt: skip
     return {"method": "ewr", **VARIANTS[name], "epsilon": epsilon, "mixture": 1.0, **plain}
 
 
