@@ -125,6 +125,7 @@ def test_a_methods_settings_can_be_used(method):
 
 def test_variants_are_what_their_names_say():
     plain = {"memory": 0, "contamination": 0.0, "audit": False, "screen": False}
+    plain["reconstruction"] = False
     fixed = {"method": "ewr", "relative": False, "mixture": 1.0, **plain}
     assert noise_tables.settings_of("sinkhorn-0") == {**fixed, "coupling": "sinkhorn", "epsilon": 0}
     printed = noise_tables.settings_of("gaussian-printed-10")

@@ -51,7 +51,10 @@ def weights_of(model: nn.Module) -> torch.Tensor:
 
 QUICK = {"stages": 3, "samples": 20}
 # EWR without what it has beyond transport.
-PLAIN = {"memory": 0, "discount": 0.0, "contamination": 0.0, "audit": False, "screen": False}
+PLAIN = {
+    "memory": 0, "discount": 0.0, "contamination": 0.0, "audit": False, "screen": False,
+    "reconstruction": False,
+}  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None)

@@ -79,9 +79,8 @@ def test_layers_without_moments():
 
     model = Odd()
     weights = select_weights(model, include=["used", "unused", "out"])
-    found = dict(
-        zip(weights.names, input_moments(model, weights, torch.randn(9, 4), generator()), strict=True)
-    )
+    moments = input_moments(model, weights, torch.randn(9, 4), generator())
+    found = dict(zip(weights.names, moments, strict=True))
     assert found["used.weight"] is not None
     assert found["unused.weight"] is None  # never called
     assert found["tied.weight"] is None  # an embedding's too
@@ -232,7 +231,7 @@ def test_a_run_says_what_it_chose():
     assert any(line.get("reconstruction_damping") for line in result.history)
 
 
-def test_blocks_are_left_out_where_layers_help(monkeypatch):
+def test_blocks_are_tried_where_layers_are_no_help():
     model, data = digits_like()
     settings = {"sparsity": 0.8, "stages": 4, "samples": 40, "samples_per_row": 1}
     result = prune(model, data, method="ewr", **settings)
@@ -250,7 +249,7 @@ def test_bad_values_are_named():
     with pytest.raises(InputError, match="reconstruction=True needs held-out samples"):
         prune(
             model, data, sparsity=0.5, reconstruction=True, held_out=0, damping=0.1, first_order=1,
-            epsilon=0.1, mixture=0.5, metric=0.0, block_size=0, screen=False,
+            epsilon=0.1, mixture=0.5, metric=0.0, block_size=0,
         )  # fmt: skip
     with pytest.raises(InputError, match="reconstruction=True has no part in method='wf'"):
         prune(model, data, sparsity=0.5, method="wf", reconstruction=True)

@@ -363,8 +363,8 @@ class Run:
             samples_per_row=self.settings.samples_per_row or 1,
             remaining=stages - number,
             layers=tuple(part for _, _, part in self.weights.slices()),
-            input_moments=lambda: self._input_moments(w_bar, inputs, number),
             held_out_losses=None if self.held_out is None else self._held_out_losses,
+            input_moments=lambda: self._input_moments(w_bar, inputs, number),
         )
         w, chosen = self.method.prune(stage)
         if not torch.isfinite(w).all():

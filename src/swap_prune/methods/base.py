@@ -32,10 +32,10 @@ class Stage:
         samples_per_row: m, the samples that each row of G averages.
         remaining: how many stages follow this one.
         layers: the slice of the weights of each layer.
-        input_moments: the second moments of each layer's inputs at `w_bar`, None where it has none;
-            takes a pass over the samples of the stage.
         held_out_losses: the model's losses on groups of held-out samples with the weights given,
             whose mean is that of all; None when nothing is held out.
+        input_moments: the second moments of each layer's inputs at `w_bar`, None where it has none;
+            takes a pass over the samples of the stage.
     """
 
     gradients: GradientOperator | None
@@ -44,8 +44,8 @@ class Stage:
     samples_per_row: int
     remaining: int
     layers: tuple[slice, ...]
-    input_moments: Callable[[], list[Moments | None]]
     held_out_losses: Callable[[Tensor], Tensor] | None
+    input_moments: Callable[[], list[Moments | None]] | None = None
 
 
 class Method(ABC):

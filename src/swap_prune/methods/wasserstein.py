@@ -276,6 +276,7 @@ class WassersteinRegression(Method):
 
     def _input_moments(self, stage: Stage) -> list[Moments | None]:
         """Those of the stage, with what earlier stages saw where it saw few inputs."""
+        assert stage.input_moments is not None
         found = stage.input_moments()
         for layer, moments in enumerate(found):
             if moments is not None and moments.vectors < VECTORS:
