@@ -317,6 +317,67 @@ def test_distillation_alone_brings_the_student_to_the_teacher():
     assert all(torch.equal(teacher.state_dict()[key], value) for key, value in before.items())
 
 
+def test_soft_labels_of_crops_are_those_of_an_image_and_its_mirror():
+    teacher = convnet()
+    inputs, _ = images(6).read(torch.arange(6))
+    for augmentation, mirrored in (("none", False), ("crop-flip", True)):
+        wanted = replace(SETTINGS, distillation=0.5, augmentation=augmentation)
+        student = copy.deepcopy(teacher)
+        training = period(student, pruned(student), teacher=teacher, settings=wanted)
+        soft = training._soft_labels(inputs)
+        other = training._soft_labels(inputs.flip(3))
+        assert torch.allclose(soft, other, atol=1e-6) is mirrored
+        with torch.no_grad():
+            plain = [teacher.eval()(x) for x in (inputs, inputs.flip(3))]
+        torch.testing.assert_close(soft, sum(plain) / 2 if mirrored else plain[0])
+
+
+def test_sharpness_takes_the_gradient_uphill_and_statistics_where_the_model_is():
+    model = perceptron()
+    masks = pruned(model)
+    reference = copy.deepcopy(model).train()
+    wanted = replace(
+        SETTINGS, batch_size=65, sharpness=0.3, momentum=0.0, weight_decay=0.0,
+        learning_rate_schedule="constant",
+    )  # fmt: skip
+    training = period(model, masks, settings=wanted, epochs=3)
+    training.run_epoch(2)  # the last of three steps, one an epoch
+
+    # The order of a single batch does not matter but for rounding.
+    inputs, targets = images().read(torch.arange(65))
+    parameters = dict(reference.named_parameters())
+
+    def gradients() -> list[Tensor]:
+        value = cross_entropy(reference(inputs), targets)
+        found = torch.autograd.grad(value, list(parameters.values()))
+        return [g * masks.get(n, 1) for n, g in zip(parameters, found, strict=True)]
+
+    first = gradients()
+    statistics = [buffer.clone() for buffer in reference.buffers()]
+    norm = torch.sqrt(sum(g.square().sum() for g in first))
+    before = [parameter.detach().clone() for parameter in parameters.values()]
+    with torch.no_grad():
+        for parameter, g in zip(parameters.values(), first, strict=True):
+            parameter += 0.3 * g / norm
+    for name, start, g in zip(parameters, before, gradients(), strict=True):
+        torch.testing.assert_close(model.get_parameter(name).data, start - 0.05 * g)
+    for buffer, expected in zip(model.buffers(), statistics, strict=True):
+        torch.testing.assert_close(buffer, expected)
+
+
+def test_sharpness_counts_in_the_last_third():
+    model, calls = perceptron(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    wanted = replace(SETTINGS, batch_size=22, sharpness=0.1)  # three steps an epoch
+    training = period(model, pruned(model), settings=wanted, epochs=3)
+    passes = []
+    for epoch in range(3):
+        calls.clear()
+        training.run_epoch(epoch)
+        passes.append(len(calls))
+    assert passes == [3, 3, 6]
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     n=st.integers(1, 5),
@@ -404,6 +465,7 @@ def test_settings_are_named_listed_or_built():
         ({"distillation": 1.5}, r"distillation=1.5 must be a number in \[0, 1\]"),
         ({"distillation": True}, r"distillation=True must be"),
         ({"temperature": 0.0}, r"temperature=0.0 must be a positive number"),
+        ({"sharpness": -0.1}, r"sharpness=-0.1 must be a number of at least 0"),
     ],
 )
 def test_settings_that_no_training_can_use(given_settings, sentence):

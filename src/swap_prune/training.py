@@ -23,6 +23,8 @@ from swap_prune.masks import apply_masks, make_permanent
 
 # Pixels by which "crop-flip" shifts an image at most.
 SHIFT = 4
+# The part of a period's steps before sharpness counts: where training ends is decided late.
+SHARP_FROM = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,12 @@ class FineTuning:
         batch_size: samples a step.
         learning_rate_schedule: "cosine" from the learning rate to zero over a period, or
             "constant".
-        distillation: weight in [0, 1] of the dense model's soft labels against the loss.
+        distillation: weight in [0, 1] of the dense model's soft labels against the loss; with
+            "crop-flip" they are the mean of those of an image and of its mirror image.
         temperature: of the soft labels.
+        sharpness: ρ of sharpness-aware minimisation (Foret et al. 2021), over the last third of a
+            period's steps: gradients are taken where a step of this length has raised the loss
+            most, which costs a second forward and backward pass; 0 for none.
         augmentation: "none", or "crop-flip" of images (samples, channels, height, width): a shift
             of up to 4 pixels and, half of the time, a horizontal flip.
         precision: "float32", or "bfloat16" for the models' forward and backward passes (torch's
@@ -58,6 +64,7 @@ class FineTuning:
     learning_rate_schedule: str = "cosine"
     distillation: float = 0.0
     temperature: float = 4.0
+    sharpness: float = 0.0
     augmentation: str = "none"
     precision: str = "float32"
 
@@ -143,6 +150,7 @@ def check(settings: FineTuning) -> None:
         ("weight_decay", "a number of at least 0", lambda v: 0 <= v < math.inf),
         ("distillation", "a number in [0, 1]", lambda v: 0 <= v <= 1),
         ("temperature", "a positive number", lambda v: 0 < v < math.inf),
+        ("sharpness", "a number of at least 0", lambda v: 0 <= v < math.inf),
     )
     for name, described, accepts in number_checks:
         value = getattr(settings, name)
@@ -289,13 +297,14 @@ class Period:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         try:
-            output = self._output(self.model, inputs)
-            value = self.loss(output, targets)
-            if self.teacher is not None:
-                share, distance = self.settings.distillation, self._distance_to(inputs, output)
-                value = (1 - share) * value + share * distance
+            soft = None if self.teacher is None else self._soft_labels(inputs)
             self.optimizer.zero_grad()
+            value = self._objective(inputs, targets, soft)
             value.backward()
+            if self.settings.sharpness and step >= SHARP_FROM * self.total_steps:
+                with self._uphill():
+                    self.optimizer.zero_grad()
+                    self._objective(inputs, targets, soft).backward()
             self.optimizer.step()
         except InputError:
             raise
@@ -305,6 +314,35 @@ class Period:
                 f"{self.samples.name}: {self._reason(error, inputs, targets, indices)}"
             ) from error
         return value.item()
+
+    def _objective(self, inputs: Any, targets: Any, soft: Tensor | None) -> Tensor:
+        """The loss, with its share of the distance to soft labels."""
+        output = self._output(self.model, inputs)
+        value = self.loss(output, targets)
+        if soft is None:
+            return value
+        share = self.settings.distillation
+        distance = soft_label_distance(output, soft, self.settings.temperature)
+        return (1 - share) * value + share * distance
+
+    @contextmanager
+    def _uphill(self) -> Iterator[None]:
+        """The parameters a step of length `sharpness` up their gradients, put back afterwards.
+
+        So are the buffers: BatchNorm's statistics are to be those of the model itself.
+        """
+        moved = {p: p.grad for p in self.parameters.values() if p.grad is not None}
+        length = torch.cat([gradient.flatten() for gradient in moved.values()]).norm()
+        saved = [tensor.detach().clone() for tensor in (*moved, *self.model.buffers())]
+        with torch.no_grad():
+            for parameter, gradient in moved.items():
+                parameter.add_(gradient * (self.settings.sharpness / (length + 1e-12)))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip((*moved, *self.model.buffers()), saved, strict=True):
+                    tensor.copy_(before)
 
     def _output(self, model: nn.Module, inputs: Any) -> Any:
         """What a model says of the inputs, in the precision of the settings."""
@@ -333,9 +371,11 @@ class Period:
             inputs = crop_flip(inputs)
         return formatted(inputs, self.memory_format), targets
 
-    def _distance_to(self, inputs: Any, output: Any) -> Tensor:
-        """How far the outputs are from the dense model's soft labels."""
+    def _soft_labels(self, inputs: Any) -> Tensor:
+        """The dense model's logits (samples, classes)."""
         assert self.teacher is not None
+        with torch.no_grad(), evaluation_mode(self.teacher):
+            output = self._output(self.teacher, inputs)
         fits = isinstance(output, Tensor) and output.ndim == 2 and output.is_floating_point()
         if not fits or output.shape[1] < 2:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -343,9 +383,10 @@ class Period:
                 f"distillation={self.settings.distillation} takes outputs (samples, classes) of "
                 f"at least two classes; the model's are {shape}"
             )
+        if self.settings.augmentation != "crop-flip":
+            return output
         with torch.no_grad(), evaluation_mode(self.teacher):
-            soft = self._output(self.teacher, inputs)
-        return soft_label_distance(output, soft, self.settings.temperature)
+            return (output + self._output(self.teacher, inputs.flip(3))) / 2
 
     def _learning_rate(self, step: int) -> float:
         if self.settings.learning_rate_schedule == "constant":
