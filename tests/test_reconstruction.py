@@ -86,6 +86,67 @@ def test_layers_without_moments():
     assert found["tied.weight"] is None  # an embedding's too
 
 
+class Called(nn.Module):
+    """A layer that is called in some way, after one that is called as usual."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.second, self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("call", "readable"),
+    [
+        (lambda layer, x: layer(input=x), True),
+        (lambda layer, x: layer(x[:, None, None])[:, 0, 0], True),
+        (lambda layer, x: x + layer(x[:0]).sum(), False),  # idle, as an expert may be
+        (lambda layer, x: torch.vmap(layer)(x), False),
+        (lambda layer, x: layer(torch.nested.nested_tensor([x])).to_padded_tensor(0)[0], False),
+    ],
+    ids=["by keyword", "one by one", "on nothing", "vmap", "nested"],
+)
+def test_ways_to_call_a_layer(call, readable):
+    model = Called(call)
+    found = input_moments(model, select_weights(model), torch.randn(9, 4), generator())
+    assert found[0] is not None
+    assert (found[1] is not None) is readable
+    if readable:
+        assert found[1].vectors == 9
+    data = torch.randn(60, 4), torch.randint(0, 4, (60,))
+    assert prune(model, data, sparsity=0.5, stages=2, samples=20, samples_per_row=1).nonzeros == 16
+
+
+def test_a_model_that_can_not_have_hooks_has_no_moments():
+    class Shy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            assert not self.layer._forward_hooks
+            return self.layer(x)
+
+    model = Shy()
+    assert input_moments(model, select_weights(model), torch.randn(9, 4), generator()) == [None]
+    assert not model.layer._forward_hooks
+
+
+def test_samples_need_not_be_the_first_dimension_of_a_layers_input(monkeypatch):
+    monkeypatch.setattr(reconstruction, "VECTORS", 1000)
+    for call, expected in (
+        (lambda layer, x: layer(x.transpose(0, 1)).mean(0), 1000),
+        (lambda layer, x: layer(x.reshape(-1, 1, 4)).view(x.shape).mean(1), 1000),
+    ):
+        model = Called(call)
+        weights = select_weights(model, include="second")
+        (found,) = input_moments(model, weights, torch.randn(300, 5, 4), generator())
+        assert expected <= found.vectors <= 1010
+
+
 def test_a_layer_called_twice_has_the_inputs_of_both_calls():
     class Twice(nn.Module):
         def __init__(self):
@@ -155,26 +216,18 @@ def test_solutions_do_not_depend_on_how_many_are_solved_at_once(monkeypatch, num
 def test_inputs_beyond_the_limit_are_seen_in_blocks(monkeypatch):
     layer, inputs = nn.Linear(7, 3, bias=False), torch.randn(50, 7, generator=generator())
     w_bar, support = layer.weight.detach().flatten(), torch.tensor([0, 2, 5, 6, 8, 9, 13, 15, 20])
-    monkeypatch.setattr(reconstruction, "MOST_INPUTS", 3)
+    monkeypatch.setattr(reconstruction, "MOST_INPUTS", 5)
     found = moments_of(layer, inputs)
-    assert found.mean.shape == (1, 3, 3, 3)
+    assert found.mean.shape == (1, 2, 4, 4)  # four inputs and three
     (solution,) = reconstructed(w_bar, support, [slice(0, 21)], [found], [1e-2])
-    # By hand: the blocks are inputs 0 to 2, 3 to 5, and 6 alone, each a layer of its own, but for
-    # the damping, which is relative to the mean square of an input of the block's.
     stays = torch.zeros(21, dtype=torch.bool)
     stays[support] = True
-    sizes = (3, 3, 1)
-    for columns, old, inside, new in zip(
-        inputs.split(sizes, 1), w_bar.view(3, 7).split(sizes, 1), stays.view(3, 7).split(sizes, 1),
-        solution.view(3, 7).split(sizes, 1), strict=True,
-    ):  # fmt: skip
-        size = columns.shape[1]
-        mean = columns.T @ columns / 50
-        # The last block's mean is over `size` places of which only one is an input.
-        share = size / (7 / 3)
+    parts = [x.view(3, 7).split((4, 3), 1) for x in (w_bar, stays, solution)]
+    for columns, old, inside, new in zip(inputs.split((4, 3), 1), *parts, strict=True):
+        size = columns.shape[1]  # each block as if it were a layer of its own
         (expected,) = reconstructed(
             old.flatten(), inside.flatten().nonzero().flatten(), [slice(0, 3 * size)],
-            [Moments(mean[None, None], size, 50)], [1e-2 * share],
+            [Moments((columns.T @ columns / 50)[None, None], size, 50)], [1e-2],
         )  # fmt: skip
         assert torch.allclose(new.flatten(), expected, atol=1e-5)
 
@@ -253,3 +306,25 @@ def test_bad_values_are_named():
         )  # fmt: skip
     with pytest.raises(InputError, match="reconstruction=True has no part in method='wf'"):
         prune(model, data, sparsity=0.5, method="wf", reconstruction=True)
+
+
+@pytest.mark.parametrize("settings", [{"method": "lr", "reconstruction": True}, {"memory": 0}])
+def test_resuming_without_remembered_rows(tmp_path, monkeypatch, settings):
+    model, data = digits_like()
+    settings |= {"sparsity": 0.8, "stages": 4, "samples": 40, "samples_per_row": 1}
+    whole = prune(model, data, **settings)
+    count = []
+
+    def interrupted(*arguments):
+        count.append(1)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return reconstructed(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("swap_prune.methods.wasserstein.reconstructed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prune(model, data, directory=tmp_path / "run", **settings)
+    resumed = prune(model, data, directory=tmp_path / "run", **settings)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], tensor)

@@ -378,6 +378,29 @@ def test_sharpness_counts_in_the_last_third():
     assert passes == [3, 3, 6]
 
 
+def test_a_rehearsal_takes_the_sharp_step_too():
+    model, calls = perceptron(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    for sharpness, passes in ((0.0, 1), (0.1, 2)):
+        calls.clear()
+        wanted = replace(SETTINGS, sharpness=sharpness)
+        period(model, pruned(model), settings=wanted).rehearse()
+        assert len(calls) == passes
+
+
+def test_sharpness_takes_sparse_gradients():
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.last(self.table(images[:, 0, 0, 0].long().clamp(0, 4)))
+
+    wanted = replace(SETTINGS, momentum=0.0, weight_decay=0.0, sharpness=0.1)
+    period(Sparse(), {}, settings=wanted, epochs=1).run_epoch(0)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     n=st.integers(1, 5),

@@ -15,14 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from swap_prune.evaluation import outputs_of
+from swap_prune.evaluation import batch_samples, outputs_of
 from swap_prune.gradients.rows import FACTORED_FORWARDS, Convolution, padding_widths
 from swap_prune.prunable import PrunableWeights
 
@@ -63,7 +64,8 @@ def input_moments(
 ) -> list[Moments | None]:
     """The moments of each weight's inputs in eval mode.
 
-    None for a weight that is used otherwise than by Linear and Conv layers, or not at all.
+    None for a weight of other layers than Linear and Conv, for one that is not used, and for one
+    whose inputs can't be read (nested tensors, a layer inside `vmap`).
 
     Args:
         model: called on the inputs, layer by layer with its weights of the moment.
@@ -72,29 +74,41 @@ def input_moments(
         generator: draws the patches, where there are more than `VECTORS`.
     """
     samples = tree_leaves(inputs)[0].shape[0]
-    sums: dict[str, tuple[Tensor, int, int]] = {}
-    handles = []
-    for name, _, _ in weights.slices():
-        layers = _layers_of(model, model.get_parameter(name))
+    share = 0  # of a pass over a batch, for every call of a layer
+    found: dict[str, Moments] = {}
+    unreadable: set[str] = set()
 
-        def add(layer: Any, args: tuple[Tensor, ...], _: Any, name: str = name) -> None:
-            share = math.ceil(VECTORS * _batch_of(layer, args[0]) / samples)
-            vectors = _vectors(layer, args[0].detach(), share, generator)
-            found = _squares(vectors)
-            before, _, count = sums.get(name, (torch.zeros_like(found), 0, 0))
-            sums[name] = before + found, vectors.shape[2], count + vectors.shape[1]
+    def add(name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        try:
+            a = args[0] if args else kwargs["input"]
+            if a.numel():
+                squares, vectors = _squares(_vectors(layer, a.detach(), share, generator))
+                before = found.get(name, Moments(torch.zeros_like(squares), 0, 0))
+                count = before.vectors + vectors
+                mean = (before.vectors * before.mean + squares) / count
+                # Inside vmap this raises, and that is what it is for, too.
+                if not torch.isfinite(mean).all():
+                    raise ValueError("inputs are beyond float32")
+                found[name] = Moments(mean, layer.weight[0].numel(), count)
+        except Exception:  # the model is the user's: a layer's input may be anything
+            unreadable.add(name)
 
-        handles += [layer.register_forward_hook(add) for layer in layers]
+    handles = [
+        layer.register_forward_hook(partial(add, name), with_kwargs=True)
+        for name in weights.names
+        for layer in _layers_of(model, model.get_parameter(name))
+    ]
     try:
-        for _ in outputs_of(model, inputs):
-            pass
+        for part in torch.arange(samples).split(batch_samples(model, inputs)):
+            share = math.ceil(VECTORS * len(part) / samples)
+            for _ in outputs_of(model, tree_map(lambda leaf, part=part: leaf[part], inputs)):
+                pass
+    except Exception:  # a model that runs as it is, but not with hooks on its layers
+        return [None] * len(weights.names)
     finally:
         for handle in handles:
             handle.remove()
-    return [
-        Moments(sums[name][0] / sums[name][2], *sums[name][1:]) if name in sums else None
-        for name in weights.names
-    ]
+    return [None if name in unreadable else found.get(name) for name in weights.names]
 
 
 def _layers_of(model: nn.Module, weight: nn.Parameter) -> list[nn.Module]:
@@ -108,12 +122,6 @@ def _layers_of(model: nn.Module, weight: nn.Parameter) -> list[nn.Module]:
         type(owner).forward in FACTORED_FORWARDS and owner.weight is weight for owner in owners
     )
     return owners if plain else []
-
-
-def _batch_of(layer: nn.Linear | Convolution, a: Tensor) -> int:
-    """How many samples the layer's input has."""
-    single = not isinstance(layer, nn.Linear) and a.ndim == len(layer.kernel_size) + 1
-    return 1 if single or a.ndim < 2 else a.shape[0]
 
 
 def _vectors(
@@ -153,17 +161,19 @@ def _some(total: int, most: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(total, generator=generator)[:most].sort().values
 
 
-def _squares(vectors: Tensor) -> Tensor:
-    """`Σ a aᵀ` (groups, blocks, size, size) of vectors (groups, m, d)."""
+def _squares(vectors: Tensor) -> tuple[Tensor, int]:
+    """`Σ a aᵀ` (groups, blocks, size, size) of vectors (groups, m, d), and m."""
     blocks = _blocked(vectors)  # (groups, blocks, m, size)
-    return blocks.mT @ blocks
+    return blocks.mT @ blocks, vectors.shape[1]
 
 
 def _blocked(tensor: Tensor) -> Tensor:
     """(groups, m, d) as (groups, blocks, m, size), the last block filled up with zeros."""
     d = tensor.shape[2]
-    size = min(d, MOST_INPUTS)
-    return functional.pad(tensor, (0, -d % size)).unflatten(2, (-1, size)).transpose(1, 2)
+    blocks = math.ceil(d / MOST_INPUTS)
+    size = math.ceil(d / blocks)
+    filled = functional.pad(tensor, (0, blocks * size - d))
+    return filled.unflatten(2, (blocks, size)).transpose(1, 2)
 
 
 def reconstructed(
@@ -192,34 +202,72 @@ def reconstructed(
 
 
 def _steps(w: Tensor, kept: Tensor, moments: Moments, dampings: Sequence[float]) -> Tensor:
-    """How far the weights of a layer move (dampings, weights), zero for those that are cut."""
+    """How far the weights of a layer move (dampings, weights), zero for those that are cut.
+
+    With S the weights of an output that stay, C those that are cut and `H = A + λ I`, it is
+    `H_SS⁻¹ A_SC w_C`; or, where fewer are cut, the same by one inverse of H for all outputs:
+    `- [H⁻¹]_SC ([H⁻¹]_CC)⁻¹ w_C`.
+    """
     groups, blocks, size, _ = moments.mean.shape
     shape = (groups, -1, moments.inputs)
-    lost = _blocked(w.masked_fill(kept, 0.0).view(shape))  # (groups, blocks, outputs, size)
-    right = (lost @ moments.mean).flatten(0, 2)
-    inside = _blocked(kept.view(shape)).flatten(0, 2)
+    lost = _blocked(
+        w.masked_fill(kept, 0.0).view(shape)
+    ).double()  # (groups, blocks, outputs, size)
     outputs = lost.shape[2]
-    matrices = moments.mean.flatten(0, 1)
-    # The zeros that fill up a block are no inputs.
-    means = matrices.diagonal(dim1=1, dim2=2).sum(1) * (blocks / moments.inputs)
-    steps = torch.zeros(len(dampings), len(right), size)
-    counts = inside.sum(1)
-    wanted = (counts > 0) & (right != 0).any(1)
-    order = counts.argsort(stable=True)
-    for part, length in _parts(order[wanted[order]], counts):
-        which = part // outputs
-        first, valid = _kept_first(inside[part], length)
-        found = _solved(
-            matrices[which[:, None, None], first[:, :, None], first[:, None, :]].double(),
-            right[part].gather(1, first).masked_fill(~valid, 0.0).double(),
-            valid,
-            means[which].double(),
-            dampings,
-        )
-        for step, solution in zip(steps, found, strict=True):
-            step[part] = step[part].scatter(1, first, solution.to(step.dtype))
+    lost = lost.flatten(0, 1)
+    inside, cut = (_blocked(mask.view(shape)).flatten(0, 2) for mask in (kept, ~kept))
+    matrices = moments.mean.flatten(0, 1).double()
+    lengths = (moments.inputs - size * torch.arange(blocks)).clamp_max(size).repeat(groups)
+    means = matrices.diagonal(dim1=1, dim2=2).sum(1) / lengths
+    right = (lost @ matrices).flatten(0, 1)
+    wanted = (lost.flatten(0, 1) != 0).any(1) & inside.any(1)
+    many = wanted & (cut.sum(1) >= inside.sum(1))
+    few = wanted & ~many
+    steps = torch.zeros(len(dampings), len(right), size, dtype=w.dtype)
+    for step, damping in zip(steps, dampings, strict=True):
+        damped = matrices + torch.diag_embed((damping * means)[:, None].expand(-1, size))
+        found = _solved(damped, right, inside, many)
+        if bool(few.any()):
+            inverse = _inverse(damped)
+            within = _solved(inverse, lost.flatten(0, 1), cut, few)
+            found -= (within.view(-1, outputs, size) @ inverse).flatten(0, 1)
+        step += found.masked_fill_(~inside, 0.0).to(w.dtype)
     whole = steps.view(len(dampings), groups, blocks, outputs, size).transpose(2, 3).flatten(3)
     return whole[..., : moments.inputs].reshape(len(dampings), -1)
+
+
+def _inverse(matrices: Tensor) -> Tensor:
+    """The inverses (m, size, size); zero where rounding has left none."""
+    factors, failed = torch.linalg.cholesky_ex(matrices)
+    return torch.cholesky_inverse(factors).masked_fill(failed[:, None, None] != 0, 0.0)
+
+
+def _solved(matrices: Tensor, right: Tensor, inside: Tensor, wanted: Tensor) -> Tensor:
+    """For every wanted system the solution (systems, size) among the places inside, zero elsewhere.
+
+    Args:
+        matrices: (m, size, size), each for as many systems as the next, one after the other.
+        right: the right-hand sides (systems, size).
+        inside: which places (systems, size) belong to a system.
+        wanted: which systems (systems,) to solve; the others, and those without a solution, are
+            zero.
+    """
+    solutions = torch.zeros_like(right)
+    counts = inside.sum(1)
+    order = counts.argsort(stable=True)
+    for part, length in _parts(order[wanted[order]], counts):
+        first = inside[part].to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :length]
+        valid = inside[part].gather(1, first)
+        which = (part // (len(right) // len(matrices)))[:, None, None]
+        systems = matrices[which, first[:, :, None], first[:, None, :]]
+        systems.masked_fill_(~(valid[:, :, None] & valid[:, None, :]), 0.0)
+        systems.diagonal(dim1=1, dim2=2).masked_fill_(~valid, 1.0)
+        factors, failed = torch.linalg.cholesky_ex(systems)
+        sides = right[part].gather(1, first).masked_fill(~valid, 0.0)
+        found = torch.cholesky_solve(sides[:, :, None], factors)[:, :, 0]
+        found = found.masked_fill((failed != 0)[:, None] | ~valid, 0.0)
+        solutions[part] = solutions[part].scatter(1, first, found)
+    return solutions
 
 
 def _parts(order: Tensor, counts: Tensor) -> Iterator[tuple[Tensor, int]]:
@@ -232,23 +280,3 @@ def _parts(order: Tensor, counts: Tensor) -> Iterator[tuple[Tensor, int]]:
         part = order[start : start + max(1, NUMBERS_AT_ONCE // length**2)]
         yield part, length
         start += len(part)
-
-
-def _kept_first(inside: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Where the weights that stay are (systems, length), and which of these places are filled."""
-    first = inside.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :length]
-    return first, inside.gather(1, first)
-
-
-def _solved(
-    systems: Tensor, right: Tensor, valid: Tensor, means: Tensor, dampings: Sequence[float]
-) -> Iterator[Tensor]:
-    """The solutions (systems, length) for every damping; zero where there is no minimum."""
-    systems.masked_fill_(~(valid[:, :, None] & valid[:, None, :]), 0.0)
-    diagonal = systems.diagonal(dim1=1, dim2=2)
-    before = torch.where(valid, diagonal, 1.0)
-    for damping in dampings:
-        diagonal.copy_(before + damping * means[:, None])
-        factors, failed = torch.linalg.cholesky_ex(systems)
-        found = torch.cholesky_solve(right[:, :, None], factors)[:, :, 0]
-        yield found.masked_fill((failed != 0)[:, None] | ~valid, 0.0)

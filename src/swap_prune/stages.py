@@ -567,10 +567,11 @@ class Run:
         self, w_bar: Tensor, inputs: Any, number: int
     ) -> list[reconstruction.Moments | None]:
         """The second moments of the layers' inputs with the weights `w_bar` (p,)."""
+        self.weights.write(self.model, w_bar)
         few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
         few = formatted(few, fastest_format(self.model, few))
-        self.weights.write(self.model, w_bar)
-        generator = torch.Generator().manual_seed(self._seed(number))
+        # Not the stage's own seed: its noise was drawn by that.
+        generator = torch.Generator().manual_seed(self._seed(SEED_STRIDE // 2 + number))
         return reconstruction.input_moments(self.model, self.weights, few, generator)
 
     def _audit(

@@ -42,7 +42,7 @@ class FineTuning:
         learning_rate_schedule: "cosine" from the learning rate to zero over a period, or
             "constant".
         distillation: weight in [0, 1] of the dense model's soft labels against the loss; with
-            "crop-flip" they are the mean of those of an image and of its mirror image.
+            "crop-flip" they are of the mean of the logits of an image and of its mirror image.
         temperature: of the soft labels.
         sharpness: ρ of sharpness-aware minimisation (Foret et al. 2021), over the last third of a
             period's steps: gradients are taken where a step of this length has raised the loss
@@ -254,7 +254,9 @@ class Period:
             InputError: the model, the data and the settings do not go together.
         """
         with self._seeded(0), self._training_state():
-            self._step(_batches(self.indices, self.settings.batch_size)[0], 0)
+            # The last step, for it is the one that may be a sharp one.
+            batch = _batches(self.indices, self.settings.batch_size)[0]
+            self._step(batch, self.total_steps - 1)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of the optimiser's tensors, and values for JSON: what `restore` needs."""
@@ -332,7 +334,7 @@ class Period:
         So are the buffers: BatchNorm's statistics are to be those of the model itself.
         """
         moved = {p: p.grad for p in self.parameters.values() if p.grad is not None}
-        length = torch.cat([gradient.flatten() for gradient in moved.values()]).norm()
+        length = torch.stack([gradient.norm().float() for gradient in moved.values()]).norm()
         saved = [tensor.detach().clone() for tensor in (*moved, *self.model.buffers())]
         with torch.no_grad():
             for parameter, gradient in moved.items():

@@ -154,7 +154,7 @@ class RowMemory:
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take up what `tensors` gave."""
-        if tensors:
+        if "rows" in tensors:
             self.rows, self.support = tensors["rows"], tensors["support"]
             self.ones = tensors["ones"]
 
