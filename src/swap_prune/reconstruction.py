@@ -27,6 +27,8 @@ from swap_prune.evaluation import batch_samples, outputs_of
 from swap_prune.gradients.rows import FACTORED_FORWARDS, Convolution, padding_widths
 from swap_prune.prunable import PrunableWeights
 
+# Samples of a stage whose inputs are looked at: a pass over more would be felt beside a stage's gradients.
+SAMPLES = 500
 # Inputs that A is the mean of; with fewer, those of earlier stages count too.
 VECTORS = 10_000
 # Inputs that are seen together at most: in a layer of more, only neighbours make good for another.
@@ -155,10 +157,11 @@ def _vectors(
 
 
 def _some(total: int, most: int, generator: torch.Generator) -> Tensor:
-    """The sorted numbers of at most `most` of `total` things."""
+    """The sorted numbers of all of `total` things, or of `most` draws of them."""
     if total <= most:
         return torch.arange(total)
-    return torch.randperm(total, generator=generator)[:most].sort().values
+    # One may be drawn twice: to rule that out would take longer than all the rest.
+    return torch.randint(total, (most,), generator=generator).sort().values
 
 
 def _squares(vectors: Tensor) -> tuple[Tensor, int]:

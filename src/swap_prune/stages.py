@@ -568,7 +568,7 @@ class Run:
     ) -> list[reconstruction.Moments | None]:
         """The second moments of the layers' inputs with the weights `w_bar` (p,)."""
         self.weights.write(self.model, w_bar)
-        few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
+        few = tree_map(lambda leaf: leaf[: reconstruction.SAMPLES], inputs)
         few = formatted(few, fastest_format(self.model, few))
         # Not the stage's own seed: its noise was drawn by that.
         generator = torch.Generator().manual_seed(self._seed(SEED_STRIDE // 2 + number))
