@@ -109,6 +109,7 @@ class Called(nn.Module):
     ],
     ids=["by keyword", "one by one", "on nothing", "vmap", "nested"],
 )
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_ways_to_call_a_layer(call, readable):
     model = Called(call)
     found = input_moments(model, select_weights(model), torch.randn(9, 4), generator())

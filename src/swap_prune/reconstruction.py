@@ -27,7 +27,7 @@ from swap_prune.evaluation import batch_samples, outputs_of
 from swap_prune.gradients.rows import FACTORED_FORWARDS, Convolution, padding_widths
 from swap_prune.prunable import PrunableWeights
 
-# Samples of a stage whose inputs are looked at: a pass over more would be felt beside a stage's gradients.
+# Samples of a stage whose inputs are looked at: a pass over more would take too much of its time.
 SAMPLES = 500
 # Inputs that A is the mean of; with fewer, those of earlier stages count too.
 VECTORS = 10_000
