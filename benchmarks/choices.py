@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "iht selection": {"selection": "iht"},
     "no first-order term": {"first_order": 0.0},
     "no blocks": {"block_size": 0},
+    "no layers' outputs": {"reconstruction": False},
     "the paper's metric": {"metric": 0.0},
     "no correcting stages": {"correcting": 0},
     "linear schedule": {"schedule": "linear"},

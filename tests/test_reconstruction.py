@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from swap_prune import InputError, prune, reconstruction
+from swap_prune.methods.blocks import compensated
 from swap_prune.prunable import select_weights
 from swap_prune.reconstruction import Moments, input_moments, reconstructed
 
@@ -25,7 +26,7 @@ def moments_of(layer: nn.Module, inputs: torch.Tensor) -> Moments:
 
 
 def outputs_squared(layer: nn.Module, inputs: torch.Tensor) -> float:
-    """The mean square of all outputs of a layer without bias, by the layer itself."""
+    """The sum of the squares of all outputs of a layer without bias, by the layer itself."""
     with torch.no_grad():
         return float(layer(inputs).double().square().sum())
 
@@ -285,15 +286,19 @@ def test_a_run_says_what_it_chose():
     assert any(line.get("reconstruction_damping") for line in result.history)
 
 
-def test_blocks_are_tried_where_layers_are_no_help():
+@pytest.mark.parametrize("helps", [True, False])
+def test_blocks_are_tried_where_layers_are_no_help(monkeypatch, helps):
     model, data = digits_like()
-    settings = {"sparsity": 0.8, "stages": 4, "samples": 40, "samples_per_row": 1}
-    result = prune(model, data, method="ewr", **settings)
-    cuts = [line for line in result.history if "reconstruction_damping" in line]
-    assert cuts
-    for line in cuts:
-        if line["reconstruction_damping"] is None:
-            assert "block_damping" in line  # no help, so blocks were tried
+    calls = []
+
+    def counted(*arguments):
+        calls.append(1)
+        return compensated(*arguments)
+
+    monkeypatch.setattr("swap_prune.methods.wasserstein._Trial.improves", lambda *_: helps)
+    monkeypatch.setattr("swap_prune.methods.wasserstein.compensated", counted)
+    prune(model, data, sparsity=0.8, stages=2, correcting=0, samples=40, samples_per_row=1)
+    assert len(calls) == (0 if helps else 2)
 
 
 def test_bad_values_are_named():

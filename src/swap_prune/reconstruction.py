@@ -213,11 +213,8 @@ def _steps(w: Tensor, kept: Tensor, moments: Moments, dampings: Sequence[float])
     """
     groups, blocks, size, _ = moments.mean.shape
     shape = (groups, -1, moments.inputs)
-    lost = _blocked(
-        w.masked_fill(kept, 0.0).view(shape)
-    ).double()  # (groups, blocks, outputs, size)
-    outputs = lost.shape[2]
-    lost = lost.flatten(0, 1)
+    lost = _blocked(w.masked_fill(kept, 0.0).view(shape)).flatten(0, 1).double()
+    outputs = lost.shape[1]
     inside, cut = (_blocked(mask.view(shape)).flatten(0, 2) for mask in (kept, ~kept))
     matrices = moments.mean.flatten(0, 1).double()
     lengths = (moments.inputs - size * torch.arange(blocks)).clamp_max(size).repeat(groups)

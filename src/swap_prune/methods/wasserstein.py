@@ -252,7 +252,8 @@ class WassersteinRegression(Method):
                     RECONSTRUCTION_DAMPINGS,
                 ).div_(scale),
             )
-        if self.block_size and not _beyond_chance(best()[1], solution):
+        trial = _Trial(ridge, stage.held_out_losses)
+        if self.block_size and not trial.improves(best()[1], solution, 0.0):
             solution.settings["block_damping"] = None
             curvature = ridge.mean_curvature()
             around(
@@ -377,15 +378,6 @@ class WassersteinRegression(Method):
             if trial.improves(bolder, solution):
                 return bolder
         return taken
-
-
-def _beyond_chance(candidate: Candidate, other: Candidate) -> bool:
-    """Whether measured losses are lower by more than chance; not for one and the same."""
-    if candidate is other:
-        return False
-    assert candidate.losses is not None
-    assert other.losses is not None
-    return beyond_chance(candidate.losses, other.losses)
 
 
 def _lowest(losses: list[float]) -> int:
