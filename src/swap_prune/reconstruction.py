@@ -33,8 +33,8 @@ SAMPLES = 500
 VECTORS = 10_000
 # Inputs that are seen together at most: in a layer of more, only neighbours make good for another.
 MOST_INPUTS = 1024
-# Entries of the systems that are solved at once: 32 MiB, which the allocator hands out again.
-NUMBERS_AT_ONCE = 2**22
+# Entries of the systems that are solved at once: 4 MiB, which stay in the cache.
+NUMBERS_AT_ONCE = 2**19
 
 
 @dataclass(frozen=True)
@@ -223,15 +223,15 @@ def _steps(w: Tensor, kept: Tensor, moments: Moments, dampings: Sequence[float])
     wanted = (lost.flatten(0, 1) != 0).any(1) & inside.any(1)
     many = wanted & (cut.sum(1) >= inside.sum(1))
     few = wanted & ~many
-    steps = torch.zeros(len(dampings), len(right), size, dtype=w.dtype)
-    for step, damping in zip(steps, dampings, strict=True):
-        damped = matrices + torch.diag_embed((damping * means)[:, None].expand(-1, size))
-        found = _solved(damped, right, inside, many)
-        if bool(few.any()):
-            inverse = _inverse(damped)
-            within = _solved(inverse, lost.flatten(0, 1), cut, few)
-            found -= (within.view(-1, outputs, size) @ inverse).flatten(0, 1)
-        step += found.masked_fill_(~inside, 0.0).to(w.dtype)
+    shifts = torch.tensor(dampings, dtype=torch.float64)[:, None] * means
+    found = _solved(matrices, right, inside, many, shifts)
+    if bool(few.any()):
+        for step, shift in zip(found, shifts, strict=True):
+            inverse = _inverse(matrices + torch.diag_embed(shift[:, None].expand(-1, size)))
+            nothing = torch.zeros_like(shift[None])
+            within = _solved(inverse, lost.flatten(0, 1), cut, few, nothing)
+            step -= (within.view(-1, outputs, size) @ inverse).flatten(0, 1)
+    steps = found.masked_fill_(~inside, 0.0).to(w.dtype)
     whole = steps.view(len(dampings), groups, blocks, outputs, size).transpose(2, 3).flatten(3)
     return whole[..., : moments.inputs].reshape(len(dampings), -1)
 
@@ -242,8 +242,10 @@ def _inverse(matrices: Tensor) -> Tensor:
     return torch.cholesky_inverse(factors).masked_fill(failed[:, None, None] != 0, 0.0)
 
 
-def _solved(matrices: Tensor, right: Tensor, inside: Tensor, wanted: Tensor) -> Tensor:
-    """For every wanted system the solution (systems, size) among the places inside, zero elsewhere.
+def _solved(
+    matrices: Tensor, right: Tensor, inside: Tensor, wanted: Tensor, shifts: Tensor
+) -> Tensor:
+    """The solutions (shifts, systems, size) among the places inside, zero elsewhere.
 
     Args:
         matrices: (m, size, size), each for as many systems as the next, one after the other.
@@ -251,22 +253,27 @@ def _solved(matrices: Tensor, right: Tensor, inside: Tensor, wanted: Tensor) -> 
         inside: which places (systems, size) belong to a system.
         wanted: which systems (systems,) to solve; the others, and those without a solution, are
             zero.
+        shifts: what each matrix has on its diagonal besides (shifts, m).
     """
-    solutions = torch.zeros_like(right)
+    solutions = right.new_zeros(len(shifts), *right.shape)
     counts = inside.sum(1)
     order = counts.argsort(stable=True)
     for part, length in _parts(order[wanted[order]], counts):
         first = inside[part].to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :length]
         valid = inside[part].gather(1, first)
-        which = (part // (len(right) // len(matrices)))[:, None, None]
-        systems = matrices[which, first[:, :, None], first[:, None, :]]
+        which = part // (len(right) // len(matrices))
+        systems = matrices[which[:, None, None], first[:, :, None], first[:, None, :]]
         systems.masked_fill_(~(valid[:, :, None] & valid[:, None, :]), 0.0)
-        systems.diagonal(dim1=1, dim2=2).masked_fill_(~valid, 1.0)
-        factors, failed = torch.linalg.cholesky_ex(systems)
+        diagonal = systems.diagonal(dim1=1, dim2=2)
+        diagonal.masked_fill_(~valid, 1.0)
+        unshifted = diagonal.clone()
         sides = right[part].gather(1, first).masked_fill(~valid, 0.0)
-        found = torch.cholesky_solve(sides[:, :, None], factors)[:, :, 0]
-        found = found.masked_fill((failed != 0)[:, None] | ~valid, 0.0)
-        solutions[part] = solutions[part].scatter(1, first, found)
+        for solution, shift in zip(solutions, shifts, strict=True):
+            diagonal.copy_(unshifted + shift[which, None])
+            factors, failed = torch.linalg.cholesky_ex(systems)
+            found = torch.cholesky_solve(sides[:, :, None], factors)[:, :, 0]
+            found = found.masked_fill((failed != 0)[:, None] | ~valid, 0.0)
+            solution[part] = solution[part].scatter(1, first, found)
     return solutions
 
 
