@@ -158,8 +158,8 @@ def test_a_gain_has_to_be_beyond_chance():
 
 
 def test_a_gain_has_to_be_worthwhile_and_infinite_losses_are_the_worst():
-    assert not judge([1 - WORTHWHILE / 2], [1.0])
-    assert judge([1 - 2 * WORTHWHILE], [1.0])
+    assert not judge([1 - WORTHWHILE / 2] * 2, [1.0] * 2)
+    assert judge([1 - 2 * WORTHWHILE] * 2, [1.0] * 2)
     assert judge([1.0, 1.0], [float("inf"), 1.0])
     assert not judge([float("inf"), 1.0], [1.0, 1.0])
     assert not judge([float("inf"), 1.0], [float("inf"), 1.0])
@@ -171,3 +171,25 @@ def test_models_without_data_are_refused():
         evaluate(nn.LazyLinear(2), data)
     with pytest.raises(InputError, match="parameter weight is on the meta device"):
         evaluate(nn.Linear(3, 2, device="meta"), data)
+
+
+def test_rows_of_more_samples_than_a_batch_may_have_outputs_that_can_not_be_joined():
+    class WithScalar(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), self.weight.norm()
+
+    torch.manual_seed(0)
+    model, rows = WithScalar(3, 4), 2 * MOST_VECTORS + 1
+    x, labels = torch.randn(2 * rows, 3), torch.randint(0, 4, (2 * rows,))
+
+    def loss(output, labels):
+        return cross_entropy(output[0], labels) + output[1]
+
+    found = row_losses(model, (x, labels), loss, rows)
+    expected = [loss(model(x[part]), labels[part]) for part in (slice(rows), slice(rows, None))]
+    torch.testing.assert_close(found, torch.stack(expected).double().detach())
+
+
+def test_one_group_tells_nothing_of_chance():
+    assert not evaluation.beyond_chance(torch.tensor([1.0]), torch.tensor([2.0]))
+    assert evaluation.beyond_chance(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 2.0]))

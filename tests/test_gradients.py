@@ -351,3 +351,28 @@ def test_threads_share_no_memory():
         torch.set_num_threads(threads)
     for found in rows:
         torch.testing.assert_close(found, expected)
+
+
+def test_class_weights_count_in_rows_without_the_rare_class_first():
+    """Rows by which ways are compared may all be of one class, where class weights cancel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 2))
+    weights = select_weights(model)
+    x, y = torch.randn(160, 6), torch.zeros(160).long()
+    y[70] = 1
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0]))
+    found = gradient_rows(model, weights, x, y, loss, samples_per_row=16).rows()
+    torch.testing.assert_close(found, loop_rows(model, weights, x, y, loss, 16))
+
+
+def test_gradients_are_taken_where_the_caller_has_none():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(6, 3), torch.randn(8, 6), torch.randint(0, 3, (8,))
+    weights = select_weights(model)
+
+    def loss(output, labels):
+        return functional.cross_entropy(output, labels) * (1.0 if float(output[0, 0]) < 9 else 2.0)
+
+    with torch.no_grad(), pytest.warns(UserWarning, match="one by one"):
+        found = gradient_rows(model, weights, x, y, loss).rows()
+    torch.testing.assert_close(found, loop_rows(model, weights, x, y, loss, 1))

@@ -343,3 +343,18 @@ def test_efficientnet_recognises_training_images(shared_dir):
     images = data.load("imagenet", shared_dir / "imagenet").train
     some = Subset(images, range(0, len(images), len(images) // 32)[:32])
     assert top1(models.pretrained("efficientnet-lite0"), some) > 60
+
+
+def test_weights_of_a_tied_model_may_have_one_of_their_names(tmp_path):
+    from safetensors.torch import save_model
+
+    def tied():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        return model
+
+    saved, model = tied(), tied()
+    save_model(saved, tmp_path / "tied.safetensors")
+    models.load_weights(model, tmp_path / "tied.safetensors")
+    assert torch.equal(model[1].weight, saved[0].weight)
+    assert model[1].weight is model[0].weight

@@ -716,3 +716,42 @@ def test_a_sample_on_which_a_loss_fails_is_one_sentence():
     y[70] = 9
     with pytest.raises(InputError, match=r"loss can't be computed .* out of bounds"):
         evaluate(network(), (x, y), nn.functional.cross_entropy)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_torch_may_make_other_tensors_by_default(method):
+    model, calibration = network(), samples()
+    wanted = prune(model, calibration, sparsity=0.5, stages=2, method=method)
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = prune(model, calibration, sparsity=0.5, stages=2, method=method)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.nonzeros == wanted.nonzeros
+    with torch.device("meta"):
+        found = prune(model, calibration, sparsity=0.5, stages=2, method=method)
+        assert evaluate(found.model, calibration) == evaluate(wanted.model, calibration)
+
+
+def test_few_samples_to_choose_by_are_warned_of():
+    with pytest.warns(UserWarning, match="held_out=8 of 40 calibration samples are too few"):
+        prune(network(), samples(40), sparsity=0.5, stages=1)
+
+
+def test_inputs_count_as_memory(monkeypatch):
+    monkeypatch.setattr(machine, "_memory", lambda: 30_000)
+    settings = {"sparsity": 0.5, "method": "lr", "samples": 8, "held_out": 16}
+    prune(network(), samples(80), samples_per_row=1, **settings)
+    x, y = samples(800)
+    with pytest.raises(InputError, match="fewer samples_per_row"):
+        prune(network(), (x, y), samples_per_row=95, **settings)
+
+
+def test_layers_without_weights_are_not_pruned():
+    with pytest.raises(InputError, match="no prunable weight"):
+        prune(nn.Linear(6, 0), samples(), sparsity=0.5)
+
+
+def test_script_modules_are_refused():
+    with pytest.raises(InputError, match="ScriptModule"):
+        prune(torch.jit.script(network()), samples(), sparsity=0.5)

@@ -448,3 +448,29 @@ def test_other_training_data_are_refused(tmp_path):
     run(tmp_path, training_data=(inputs, labels))
     with pytest.raises(InputError, match="training_targets_sha256"):
         run(tmp_path, training_data=(inputs, labels.flip(0)))
+
+
+def test_what_a_run_did_not_write_stays(tmp_path):
+    """Files named much like those of a run, when it fails in its first stage."""
+    own = {"recipe.yaml", "stages/1-photo.png", "stages/2024.csv", "stages/2024.notes.safetensors"}
+    (tmp_path / "stages").mkdir()
+    for name in own:
+        (tmp_path / name).write_text("the user's own")
+    x, settings = torch.randn(40, 6), {"sparsity": 0.5, "samples": 38, "held_out": 2}
+    x[5] = torch.nan
+    with pytest.raises(InputError):
+        prune(nn.Linear(6, 3), (x, torch.zeros(40).long()), directory=tmp_path, **settings)
+    assert {str(path) for path in files_below(tmp_path)} == own | {".lock"}
+
+
+def test_a_recipe_that_was_there_stays_as_it_is_written(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("# mine")
+    directory = RunDirectory(tmp_path, recipe="method: ewr")
+    directory.configure({})
+    directory.clear()
+    assert (tmp_path / "recipe.yaml").read_text() == "# mine"
+    (tmp_path / "recipe.yaml").unlink()
+    directory.configure({})
+    assert (tmp_path / "recipe.yaml").read_text() == "method: ewr"
+    directory.clear()
+    assert not (tmp_path / "recipe.yaml").exists()

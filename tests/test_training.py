@@ -609,3 +609,16 @@ def test_a_bad_label_met_in_training_is_named():
             samples=8, held_out=8, stages=1, training_data=(inputs, labels),
             fine_tuning={"epochs_after": 1},
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_frozen_batchnorm_keeps_its_statistics(frozen):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    model[1].requires_grad_(not frozen)
+    calibration = torch.randn(80, 6), torch.randint(0, 3, (80,))
+    result = prune(
+        model, calibration, sparsity=0.5, method="magnitude", batchnorm="never",
+        fine_tuning={"epochs_after": 1, "learning_rate": 0.01},
+    )  # fmt: skip
+    assert torch.equal(result.model[1].running_mean, model[1].running_mean) == frozen

@@ -52,6 +52,11 @@ class Samples:
             inputs, targets = self._read(indices)
             return _checked(inputs, len(indices)), _checked(targets, len(indices))
 
+    def sample_bytes(self) -> int:
+        """The memory that the first sample takes; transforms of it draw no numbers of torch's."""
+        with torch.random.fork_rng(devices=[]):
+            return sum(leaf.nbytes for leaf in tree_leaves(self.read(torch.arange(1))))
+
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Tell in one sentence what is wrong with the data, under the user's name for it."""

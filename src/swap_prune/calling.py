@@ -17,6 +17,8 @@ def check_module(model: Any) -> None:
     """Raise unless `model` is a module whose parameters have data."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("model is a ScriptModule, whose layers can't be changed; give its source")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InputError(f"model's parameter {name} has no data yet: run the model once before")
@@ -33,6 +35,16 @@ def call(model: nn.Module, x: Any) -> Any:
     if isinstance(x, (tuple, list)):
         return model(*x)
     return model(x)
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """New tensors are the CPU's, whatever torch.set_default_device says."""
+    if torch.get_default_device().type == "cpu":
+        yield  # the other way slows down every call of torch
+    else:
+        with torch.device("cpu"):
+            yield
 
 
 @contextmanager

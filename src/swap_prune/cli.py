@@ -19,7 +19,7 @@ from swap_prune.evaluation import evaluate
 from swap_prune.noise import NOISES
 from swap_prune.noise_report import noise_report
 from swap_prune.recipe import Recipe
-from swap_prune.run_directory import MODEL_FILE, RESULT_FILE, RunDirectory, plain
+from swap_prune.run_directory import MODEL_FILE, RESULT_FILE, RunDirectory, jsonable
 from swap_prune.settings import COUPLINGS, METHODS, Settings
 from swap_prune.training import PRESETS, FineTuning
 
@@ -282,7 +282,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     model, splits = _load_task(options)
     result = evaluate(model, splits.test)
     if options.json:
-        print(json.dumps(plain(asdict(result))))
+        print(json.dumps(jsonable(asdict(result))))
     else:
         print(
             f"top-1 {_shown(result.top1)} %, top-5 {_shown(result.top5)} %, "

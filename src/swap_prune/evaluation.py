@@ -59,13 +59,13 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
     check_module(model)
     samples = data if isinstance(data, Samples) else Samples(data, "data")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    total, hits = 0.0, torch.zeros(2)
+    total, hits = 0.0, torch.zeros(2, device="cpu")
     classifier = True
-    first = to_device(samples.read(torch.arange(1)), device)
+    first = to_device(samples.read(torch.arange(1, device="cpu")), device)
     check_task(model, first, loss)
     memory_format, size = fastest_format(model, first[0]), batch_samples(model, first[0])
     for start in range(0, len(samples), size):
-        indices = torch.arange(start, min(start + size, len(samples)))
+        indices = torch.arange(start, min(start + size, len(samples)), device="cpu")
         inputs, targets = to_device(samples.read(indices), device)
         inputs = formatted(inputs, memory_format)
         with torch.no_grad(), evaluation_mode(model):
@@ -78,7 +78,7 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
             ranks = output.topk(min(5, output.shape[1])).indices == targets[:, None]
             # A NaN ranks highest, but it is no answer.
             ranks &= ~output.isnan().any(1, keepdim=True)
-            hits += torch.stack([ranks[:, 0].sum(), ranks.sum()])
+            hits += torch.stack([ranks[:, 0].sum(), ranks.sum()]).cpu()
     percent = (100 * hits / len(samples)).tolist() if classifier else [None, None]
     return Evaluation(total / len(samples), percent[0], percent[1], len(samples))
 
@@ -105,9 +105,9 @@ def row_losses(model: nn.Module, batch: Batch, loss: Loss, samples_per_row: int)
     found = []
     for part in torch.arange(tree_leaves(inputs)[0].shape[0]).split(samples_per_row):
         x, y = tree_map(lambda leaf, part=part: leaf[part], batch)
-        outputs = [output for _, output in outputs_of(model, x)]
-        together = tree_map(lambda *leaves: torch.cat(leaves), *outputs)
-        found.append(_scalar_loss(loss, together, y))
+        # In one call, as for its gradient: outputs of several may be nothing that can be joined.
+        with torch.no_grad(), evaluation_mode(model):
+            found.append(_scalar_loss(loss, _output(model, x), y))
     return torch.tensor(found, dtype=torch.float64).nan_to_num(nan=torch.inf, neginf=torch.inf)
 
 
@@ -148,9 +148,9 @@ def beyond_chance(losses: Tensor, others: Tensor) -> bool:
     if torch.isinf(others.mean()):
         return bool(torch.isfinite(losses.mean()))
     gains = others - losses
-    # One group tells nothing of chance.
-    error = float(gains.std()) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return float(gains.mean()) > CHANCE * error
+    if len(gains) == 1:
+        return False  # which tells nothing of chance
+    return float(gains.mean()) > CHANCE * float(gains.std()) / math.sqrt(len(gains))
 
 
 def outputs_of(

@@ -29,15 +29,17 @@ def affordable_memory(n: int, p: int) -> int:
     return settings_of.remembered_rows(n, p, most_rows(p) - n)
 
 
-def check_memory(n: int, p: int, remembered: int = 0) -> None:
-    """Raise before gradient matrices are asked for that the machine can't hold."""
+def check_memory(n: int, p: int, remembered: int = 0, inputs: int = 0) -> None:
+    """Raise before gradient matrices and `inputs` bytes are asked for that are too much."""
     rows = n + settings_of.COPIES * remembered
-    if rows > most_rows(p):
-        needed = BYTES_A_WEIGHT * rows * p
+    needed = BYTES_A_WEIGHT * rows * p + inputs
+    if needed > _memory():
+        besides = f" and {inputs / 2**30:.0f} GiB of inputs" if inputs >= 2**29 else ""
         raise InputError(
-            f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights need "
-            f"{needed / 2**30:.0f} GiB, and this machine has {_memory() / 2**30:.0f}; give fewer "
-            "samples, less memory, or prune fewer layers with include or exclude"
+            f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights"
+            f"{besides} need {needed / 2**30:.0f} GiB, and this machine has "
+            f"{_memory() / 2**30:.0f}; give fewer samples, fewer samples_per_row, less memory, or "
+            "prune fewer layers with include or exclude"
         )
 
 

@@ -18,7 +18,7 @@ from swap_prune import contamination, outliers
 from swap_prune import settings as settings_of
 from swap_prune.audit import check_rows, losses_by_weights, possible
 from swap_prune.calibration import Batch, CalibrationStream
-from swap_prune.calling import check_module
+from swap_prune.calling import check_module, on_cpu
 from swap_prune.errors import InputError
 from swap_prune.evaluation import check_task, cross_entropy, outputs_of, row_losses
 from swap_prune.gradients import DenseGradients, gradient_rows
@@ -27,8 +27,16 @@ from swap_prune.machine import check_memory, most_rows
 from swap_prune.outliers import DUST
 from swap_prune.prunable import select_weights
 from swap_prune.pruning import check_unmasked, own_copy, read_seeded
-from swap_prune.run_directory import plain
-from swap_prune.settings import COPIES, HELD_OUT_FRACTION, HELD_OUT_SAMPLES, LEAST_MEMORY, Settings
+from swap_prune.run_directory import jsonable
+from swap_prune.settings import (
+    COPIES,
+    FEW_HELD_OUT,
+    LEAST_MEMORY,
+    MOST_ROWS,
+    MOST_SAMPLES_PER_ROW,
+    Settings,
+    default_held_out,
+)
 
 DEFAULT_ROWS = 500
 SPLITS = 20
@@ -39,8 +47,6 @@ TAIL_SHARE, LEAST_TAIL = 0.1, 2
 
 # --- the rules' thresholds ----------------------------------------------------------------------
 WANTED_AGREEMENT = 0.9
-MOST_SAMPLES_PER_ROW = 16
-MOST_ROWS = 1000
 FEW_ROWS = 200
 LEAST_CONTAMINATION = 0.02
 # Below it the expected squared norm is infinite: what the regression fits never settles.
@@ -118,7 +124,7 @@ class NoiseReport:
 
     def describe(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
-        return plain(asdict(self))
+        return jsonable(asdict(self))
 
     def __str__(self) -> str:
         lines = [
@@ -165,6 +171,7 @@ CLASSIFIER_LINES = (
 )  # fmt: skip
 
 
+@on_cpu()
 def noise_report(
     model: nn.Module,
     calibration: Any,
@@ -450,7 +457,8 @@ def _label_noise(model: nn.Module, batch: Batch) -> dict[str, Any]:
 def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Settings for `prune` that the measures speak for, and the reasons in words.
 
-    1. Nothing to regress on (every row vanishes, or a single sample): "magnitude".
+    1. Nothing to regress on (every row vanishes), or fewer than 10 samples to hold out:
+       "magnitude".
     2. `held_out`: a fifth of the samples, at most 1,000, as `prune` has it.
     3. `samples`: 1,000 rows, or as many as data and memory allow.
     4. `samples_per_row`: as many as the data allow, up to 16, if the halves agree to less than 0.9
@@ -460,9 +468,9 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
        than 200), and the reasons say so.
     """
     available = report.available
-    if report.vanishing == report.rows or available < 2:
+    held_out = default_held_out(available)
+    if report.vanishing == report.rows or held_out < FEW_HELD_OUT:
         return _by_magnitude(report)
-    held_out = min(HELD_OUT_SAMPLES, max(1, int(available * HELD_OUT_FRACTION)))
     pool = available - held_out
     held = most_rows(report.weights)
     # Room for the rows that ewr remembers at least, or as many as there are.
@@ -485,9 +493,9 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _by_magnitude(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     why = (
-        "There is 1 calibration sample, and none would be left to choose a regression's settings "
-        "by: magnitude, which needs none."
-        if report.available < 2
+        f"A fifth of {_count(report.available, 'calibration sample')} are too few to choose a "
+        f"regression's settings by (fewer than {FEW_HELD_OUT}): magnitude, which needs none."
+        if default_held_out(report.available) < FEW_HELD_OUT
         else f"All {_count(report.rows, 'gradient')} measured vanish, so a regression on them has "
         "nothing to go by: magnitude, which needs none."
     )

@@ -133,7 +133,11 @@ def select_weights(
                 f"the selector {selector!r} in include or exclude matches no weight of the model; "
                 f"its parameters are {known}{', ...' if len(first_name) > 8 else ''}"
             )
-    names = [first_name[key] for key in first_name if key in included - excluded]
+    names = [
+        name
+        for key, name in first_name.items()
+        if key in included - excluded and model.get_parameter(name).numel()
+    ]
     if not names:
         raise InputError(
             "the model has no prunable weight: include must match at least one parameter "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch.nn.utils import prune as torch_prune
 from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Samples, to_device
-from swap_prune.calling import check_module
+from swap_prune.calling import check_module, on_cpu
 from swap_prune.errors import InputError, reason
 from swap_prune.evaluation import check_task
 from swap_prune.gradients.rows import Loss
@@ -24,7 +26,7 @@ from swap_prune.noise import resolve as resolve_noise
 from swap_prune.prunable import select_weights
 from swap_prune.run_directory import RunDirectory
 from swap_prune.schedule import sparsities
-from swap_prune.settings import Settings, plain
+from swap_prune.settings import FEW_HELD_OUT, HELD_OUT_FRACTION, REGRESSIONS, Settings, plain
 from swap_prune.stages import (
     PruneResult,
     Run,
@@ -35,6 +37,7 @@ from swap_prune.stages import (
 )
 
 
+@on_cpu()
 def prune(
     model: nn.Module,
     calibration: Any,
@@ -56,7 +59,8 @@ def prune(
     Args:
         model: any module; it is left as it is unless `in_place`.
         calibration: a Dataset or DataLoader of pairs (input, target), or a pair of tensors
-            (inputs, targets). Inputs may be tuples or dicts of tensors.
+            (inputs, targets). Inputs may be tuples or dicts of tensors, which the model is called
+            on as `model(*x)` and `model(**x)`.
         sparsity: the fraction of the prunable weights to set to zero, in [0, 1).
         method: "ewr", "lr", "wf" (WoodFisher), "cbs" (combinatorial brain surgeon), "obd" or
             "magnitude".
@@ -176,7 +180,19 @@ def prune(
     if resolved.memory == "auto":
         resolved = replace(resolved, memory=affordable_memory(resolved.samples or 1, weights.size))
     if build_method(resolved).needs_gradients:
-        check_memory(resolved.samples or 1, weights.size, int(resolved.memory or 0))
+        check_memory(
+            resolved.samples or 1,
+            weights.size,
+            int(resolved.memory or 0),
+            (resolved.samples or 1) * (resolved.samples_per_row or 1) * samples.sample_bytes(),
+        )
+    if method in REGRESSIONS and resolved.held_out and resolved.held_out < FEW_HELD_OUT:
+        warnings.warn(
+            f"held_out={resolved.held_out} of {len(samples)} calibration samples are too few to "
+            "choose settings by, and the model may become far worse than method='magnitude' makes "
+            f"it; give at least {math.ceil(FEW_HELD_OUT / HELD_OUT_FRACTION)} samples",
+            stacklevel=3,
+        )
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
     if resolved.fine_tuning is not None and resolved.fine_tuning.precision == "auto":

@@ -50,6 +50,8 @@ SHOWN = {"prunable", "nonzeros", "configuration"} | {
 }
 # The tensors of a step, a file each.
 PARTS = ("model", "optimizer", "method", "buffers")
+# The number of a step in the names of its files.
+STEP = "[0-9][0-9][0-9][0-9]"
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,10 @@ class RunDirectory:
         with self._writing():
             for path in _files_of_run(self.path):
                 path.unlink()
+            # A recipe with other words was there before.
+            written = None if self.recipe is None else self.recipe.encode()
+            if self.recipe_path.exists() and self.recipe_path.read_bytes() == written:
+                self.recipe_path.unlink()
 
     def clear_unless_saved(self) -> None:
         """Remove a run that has not one step: what it could not begin with may be mended.
@@ -179,8 +185,10 @@ class RunDirectory:
 
     def _move(self, source: Path, target: Path) -> None:
         """Move a run to another folder; its own, if it is not this one, goes."""
+        # In the directory of a run from Python, a recipe is the user's.
+        recipe = [] if source == self.path and self.recipe is None else source.glob(RECIPE_FILE)
         with self._writing():
-            for path in _files_of_run(source):
+            for path in (*_files_of_run(source), *recipe):
                 destination = target / path.relative_to(source)
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, destination)
@@ -194,7 +202,7 @@ class RunDirectory:
         configuration = json.loads(_as_json(configuration))
         if not self.begun:
             self._check_no_end()
-            if self.recipe is not None:
+            if self.recipe is not None and (self.overwrite or not self.recipe_path.exists()):
                 self._write(self.recipe_path, self.recipe.encode())
             self._write(self.path / CONFIGURATION_FILE, _as_json(configuration).encode())
             return
@@ -244,7 +252,7 @@ class RunDirectory:
 
     def last_step(self) -> Step | None:
         """The latest step saved; raise when its files are not what was written."""
-        found = sorted((self.path / STAGES).glob("[0-9][0-9][0-9][0-9].json"))
+        found = sorted((self.path / STAGES).glob(f"{STEP}.json"))
         if not found:
             return None
         path = found[-1]
@@ -322,9 +330,11 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _files_of_run(folder: Path) -> list[Path]:
-    """The files of the run in a folder; whatever else is there is the user's."""
-    ends = (folder / name for name in (RESULT_FILE, CONFIGURATION_FILE, RECIPE_FILE, MODEL_FILE))
-    return [*(path for path in ends if path.exists()), *(folder / STAGES).glob("[0-9]*.*")]
+    """The files of the run in a folder but its recipe; whatever else is there is the user's."""
+    ends = (folder / name for name in (RESULT_FILE, CONFIGURATION_FILE, MODEL_FILE))
+    names = ["json", *(f"{part}.safetensors" for part in PARTS[1:]), "safetensors"]
+    steps = (path for name in names for path in (folder / STAGES).glob(f"{STEP}.{name}"))
+    return [*(path for path in ends if path.exists()), *steps]
 
 
 def _suffix(part: str) -> str:
@@ -345,26 +355,26 @@ def _storable(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _sum(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plain(body), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(jsonable(body), sort_keys=True).encode()).hexdigest()
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
+    return json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n"
 
 
-def plain(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """What JSON can hold: numbers that are not finite become words."""
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
 def _with_numbers(value: Any) -> Any:
-    """What `plain` was given: the words for numbers that are not finite become numbers again."""
+    """What `jsonable` was given: the words for numbers that are not finite become numbers again."""
     if isinstance(value, dict):
         return {key: _with_numbers(item) for key, item in value.items()}
     if isinstance(value, list):

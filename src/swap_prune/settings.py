@@ -38,6 +38,11 @@ COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
 # At most this many samples are held out, and at most this fraction of the data.
 HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
+# With fewer held out, what seems better is chance: cutting by magnitude is safer.
+FEW_HELD_OUT = 10
+# A stage's rows and the samples of one, where the data have as many.
+MOST_ROWS = 1000
+MOST_SAMPLES_PER_ROW = 16
 # Rows that memory="auto" makes up to, a stage's own and those that stand for earlier stages', and
 # the least of the latter (docs/noise.md).
 ROWS_IN_ALL = 1000
@@ -178,13 +183,17 @@ def _check_number(name: str, value: Any, described: str, accepts: Any) -> None:
         raise InputError(f"{name}={value!r} must be {described}")
 
 
+def default_held_out(available: int) -> int:
+    """How many of the samples are held out if nobody says how many."""
+    return min(HELD_OUT_SAMPLES, max(1, int(available * HELD_OUT_FRACTION)))
+
+
 def resolve(given: Settings, available: int) -> Settings:
     """Fill in what depends on the amount of data; raise when there is too little of it."""
     asked = (given.samples or 1) * (given.samples_per_row or 1)
     held_out = given.held_out
     if held_out is None:
-        fifth = max(1, int(available * HELD_OUT_FRACTION))
-        held_out = min(HELD_OUT_SAMPLES, fifth, max(0, available - asked))
+        held_out = min(default_held_out(available), max(0, available - asked))
     if asked + held_out > available:
         held = f"and held_out={held_out} " if held_out else ""
         raise InputError(
@@ -241,7 +250,7 @@ def resolve(given: Settings, available: int) -> Settings:
             "give reconstruction=False"
         )
     pool = available - held_out
-    samples = given.samples or min(1000, pool // (given.samples_per_row or 1))
+    samples = given.samples or min(MOST_ROWS, pool // (given.samples_per_row or 1))
     schedule = given.schedule
     own = isinstance(schedule, (list, tuple))
     stages = given.stages or (len(schedule) if own else 15)
@@ -261,7 +270,7 @@ def resolve(given: Settings, available: int) -> Settings:
         audit=given.method == "ewr" if given.audit is None else given.audit,
         screen=given.method == "ewr" and held_out > 0 if given.screen is None else given.screen,
         samples=samples,
-        samples_per_row=given.samples_per_row or min(16, pool // samples),
+        samples_per_row=given.samples_per_row or min(MOST_SAMPLES_PER_ROW, pool // samples),
         held_out=held_out,
         include=None if given.include is None else selectors("include", given.include),
         exclude=selectors("exclude", given.exclude),

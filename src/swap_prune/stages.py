@@ -51,7 +51,7 @@ from swap_prune.noise import from_description as noise_from
 from swap_prune.prunable import PrunableWeights
 from swap_prune.regression import Budget
 from swap_prune.run_directory import RunDirectory, Step, fingerprint
-from swap_prune.settings import HELD_OUT_FRACTION, HELD_OUT_SAMPLES, Settings
+from swap_prune.settings import HELD_OUT_FRACTION, Settings
 
 BASELINES: dict[str, type[Method]] = {
     "magnitude": Magnitude,
@@ -63,6 +63,8 @@ BASELINES: dict[str, type[Method]] = {
 FINGERPRINT_SAMPLES = 64
 # Rows of a stage that are checked first: with a quarter of them wrong, one is found by all odds.
 AUDITED_ROWS = 50
+# Samples that BatchNorm's statistics are taken of.
+STATISTICS_SAMPLES = 1000
 # Seeds of the steps of runs with neighbouring seeds must not meet.
 SEED_STRIDE = 1_000_003
 
@@ -216,13 +218,13 @@ class Run:
             self.seconds["total"] += line["seconds"]
             self.history.append(line)
             if directory is not None:
-                directory.save_step(self._step(number, period))
+                directory.save_step(self._step(number, stages, period))
 
     def _seed(self, number: int) -> int:
         """The seed of a step."""
         return (self.settings.seed * SEED_STRIDE + number) % 2**63
 
-    def _step(self, number: int, period: training.Period | None) -> Step:
+    def _step(self, number: int, stages: int, period: training.Period | None) -> Step:
         """What the next step needs to know."""
         optimizer, values = ({}, {}) if period is None else period.state()
         method, method_values = self.method.state()
@@ -232,8 +234,8 @@ class Run:
             model=model,
             buffers={n: t for n, t in tensors_of(self.model).items() if n not in model},
             optimizer=optimizer,
-            # Training after the last stage has no more use for it.
-            method=method if period is None else {},
+            # After the last stage there is no more use for it.
+            method=method if number < stages else {},
             values={
                 "history": self.history,
                 "seconds": self.seconds,
@@ -550,7 +552,7 @@ class Run:
     ) -> GradientOperator:
         if self.buffer is None:
             rows = self._stage_samples() // (self.settings.samples_per_row or 1)
-            self.buffer = torch.empty(rows, self.weights.size)
+            self.buffer = torch.empty(rows, self.weights.size, dtype=torch.float32)
         return gradient_rows(
             self.model,
             self.weights,
@@ -648,7 +650,7 @@ class Run:
         """
         before = batchnorm_statistics.statistics(self.model)
         losses = None if self.held_out is None else self._current_losses()
-        few = tree_map(lambda leaf: leaf[:HELD_OUT_SAMPLES], inputs)
+        few = tree_map(lambda leaf: leaf[:STATISTICS_SAMPLES], inputs)
         batchnorm_statistics.reestimate(self.model, few)
         if losses is None:
             return {"batchnorm": "re-estimated"}
@@ -673,7 +675,7 @@ class Run:
     def _stage_samples(self) -> int:
         count = (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
         # Without gradients, samples serve BatchNorm's statistics alone.
-        return count if self.method.needs_gradients else min(count, HELD_OUT_SAMPLES)
+        return count if self.method.needs_gradients else min(count, STATISTICS_SAMPLES)
 
 
 def build_method(settings: Settings) -> Method:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from swap_prune import batchnorm
 from swap_prune.calibration import Samples, to_device
 from swap_prune.calling import call, evaluation_mode, fastest_format, formatted
 from swap_prune.errors import DivergedError, InputError, reason
@@ -415,6 +416,10 @@ class Period:
                 for key, value in state.items():
                     state[key] = formatted(value, self.memory_format)
             self.model.train()
+            for norm in batchnorm.layers(self.model):
+                own = list(norm.parameters())
+                if own and not any(parameter.requires_grad for parameter in own):
+                    norm.eval()  # who freezes its weights does not want other statistics either
             with torch.enable_grad():
                 yield
         finally:

@@ -116,7 +116,7 @@ def gradient_rows(
         raise InputError(
             f"samples_per_row={samples_per_row} does not divide the {samples} samples given"
         )
-    matrix = torch.empty(n, weights.size) if out is None else out
+    matrix = torch.empty(n, weights.size, dtype=torch.float32) if out is None else out
     numbers_per_sample = sum(leaf[0].numel() for leaf in tree_leaves(inputs))
     least, most = CHUNK_SAMPLES
     chunk_samples = max(least, min(most, CHUNK_NUMBERS // max(1, numbers_per_sample)))
@@ -150,7 +150,7 @@ def gradient_rows(
         return check(worker, start)
 
     starts = range(0, n, rows_per_chunk)
-    with evaluation_mode(model):
+    with torch.enable_grad(), evaluation_mode(model):
         workers = _workers(model, loss, min(torch.get_num_threads(), len(starts)))
         x, y, block, _ = chunk(0)
         alone = Worker(model, loss)
@@ -241,8 +241,8 @@ def _agrees(
     """Fill the first block; False when that fails or differs from autograd."""
     try:
         fill(worker, weights, x, y, block)
-    except (NotFactorableError, RuntimeError, ValueError, IndexError, TypeError):
-        return False
+    except (NotFactorableError, RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+        return False  # outputs may be anything, with leaves that are no tensors
     # The row of the largest gradient can't agree by being zero, unless all are.
     norms = torch.linalg.vector_norm(block, dim=1)
     if not norms.max() > 0:
@@ -345,10 +345,9 @@ def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, blo
     handles = [layer.register_forward_hook(record) for layer in layers]
     try:
         output = call(model, x)
-        per_sample = vmap(
-            lambda o, t: loss(*tree_map(lambda leaf: leaf.unsqueeze(0), (o, t))).reshape(())
-        )
-        total = per_sample(output, y).sum() * (len(block) / samples)
+        # The loss of a row need not be the mean of its samples': class weights make it another.
+        by_row = tree_map(lambda leaf: leaf.unflatten(0, (len(block), -1)), (output, y))
+        total = vmap(lambda o, t: loss(o, t).reshape(()))(*by_row).sum()
         torch.autograd.grad(total, anchors)
     finally:
         for handle in handles:

@@ -25,10 +25,11 @@ class StackedGradients(GradientOperator):
 
     def columns(self, support: Tensor, out: Tensor | None = None) -> DenseGradients:
         """Copy the columns `support` (s,) into one matrix."""
-        matrix = torch.empty(self.shape[0], len(support)) if out is None else out
-        for block, scale, part in self._parts(matrix):
+        if out is None:
+            out = torch.empty(self.shape[0], len(support), dtype=torch.float32)
+        for block, scale, part in self._parts(out):
             torch.mul(block.columns(support, part).rows(), scale[:, None], out=part)
-        return DenseGradients(matrix)
+        return DenseGradients(out)
 
     def gram(self) -> Tensor:
         """`G Gᵀ` (n, n) in float64."""

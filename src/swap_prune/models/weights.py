@@ -15,7 +15,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     Everything is checked first: on an error the model is as it was.
 
     Args:
-        model: The model; the file must hold its state dict, no more and no less.
+        model: The model; the file must hold its state dict, no more and no less, but for further
+            names of tied weights.
         path: The safetensors file.
 
     Raises:
@@ -25,8 +26,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     state = model.state_dict()
     # What a module keeps besides tensors (`get_extra_state`) is no matter of the file.
     expected = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    by_memory = {expected[key].data_ptr(): key for key in found if key in expected}
     for key, tensor in expected.items():
-        if key not in found:
+        # Of the names of a tied weight, safetensors' own `save_model` writes one.
+        if key not in found and by_memory.get(tensor.data_ptr()) is None:
             raise InputError(
                 f"weights {str(path)!r} have no tensor {key!r}, which the model expects "
                 f"with shape {tuple(tensor.shape)}"

@@ -30,7 +30,7 @@ import torch
 from swap_prune import experiment, models, training
 from swap_prune.errors import DivergedError, InputError
 from swap_prune.recipe import Recipe
-from swap_prune.run_directory import RunDirectory, plain, write_whole
+from swap_prune.run_directory import RunDirectory, jsonable, write_whole
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CELLS = "cells"
@@ -221,7 +221,7 @@ class Table(ABC, Generic[C]):
         """Name and text of every file."""
         return {
             f"{self.name}.md": self.markdown(contents) + "\n",
-            f"{self.name}.json": json.dumps(plain(contents), indent=1) + "\n",
+            f"{self.name}.json": json.dumps(jsonable(contents), indent=1) + "\n",
             **self.more_files(contents),
         }
 
