@@ -124,12 +124,12 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option(
         "--block-size",
         type=int,
-        help="weights of a block, which make good for those cut in it (100); 0: none",
+        help="weights of a block, which make up for those cut in it (100); 0: none",
     )
     option(
         "--reconstruction",
         action=argparse.BooleanOptionalAction,
-        help="weights make good for those cut by their layer's outputs (ewr: yes)",
+        help="weights make up for those cut by their layer's outputs (ewr: yes)",
     )
     option("--metric", type=_number_or_auto, help="curvature's part in the damping, 0 to 1 (auto)")
     option(

@@ -113,10 +113,10 @@ def prune(
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
-            block_size: how many neighbouring weights of a layer make good for the cut ones among
+            block_size: how many neighbouring weights of a layer make up for the cut ones among
                 them before all weights together do (100 where samples are held out, by which their
                 damping is chosen); 0, the paper's, for none.
-            reconstruction: the weights of a layer make good for the cut ones by its outputs, which
+            reconstruction: the weights of a layer make up for the cut ones by its outputs, which
                 are to change as little as possible on the stage's samples, wherever the held-out
                 loss says that it is better (True for "ewr" where samples are held out, False for
                 "lr"); blocks are tried where it is not.

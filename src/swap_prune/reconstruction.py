@@ -1,4 +1,4 @@
-"""What the weights of a layer that stay make good for those that are cut, by the layer's outputs.
+"""What the weights of a layer that stay make up for those that are cut, by the layer's outputs.
 
 An output of a Linear or Conv layer is `w · a`, where `a` (d,) are the inputs that meet its weights:
 all of the layer's, or a patch of them. A few hundred images have thousands of patches, so that
@@ -31,7 +31,7 @@ from swap_prune.prunable import PrunableWeights
 SAMPLES = 500
 # Inputs that A is the mean of; with fewer, those of earlier stages count too.
 VECTORS = 10_000
-# Inputs that are seen together at most: in a layer of more, only neighbours make good for another.
+# Inputs that are seen together at most: in a layer of more, only neighbours make up for another.
 MOST_INPUTS = 1024
 # Entries of the systems that are solved at once: 4 MiB, which stay in the cache.
 NUMBERS_AT_ONCE = 2**19

@@ -51,7 +51,7 @@ LEAST_MEMORY = 50
 # of a stage's own rows, of which there is one copy.
 MEMORY_NUMBERS = 2**29
 COPIES = 2
-# Weights of a block that make good for those cut among them (docs/choices.md).
+# Weights of a block that make up for those cut among them (docs/choices.md).
 BLOCK_SIZE = 100
 
 

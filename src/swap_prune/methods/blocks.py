@@ -1,4 +1,4 @@
-"""What the weights that stay make good for those that are cut, block by block.
+"""What the weights that stay make up for those that are cut, block by block.
 
 Fewer rows than weights leave the regression over all weights a choice: of the many solutions that
 answer to the rows as before, damping takes the one that moves least, and whatever no row tells is

@@ -55,7 +55,7 @@ RECONSTRUCTION_DAMPINGS = (1e-4, 3e-3, 1e-1)
 class WassersteinRegression(Method):
     """LR and EWR: sparse ridge regression onto `y` or onto its transport-smoothed targets.
 
-    A stage (1) chooses the support, (2) lets weights of layers or blocks make good for their cut
+    A stage (1) chooses the support, (2) lets weights of layers or blocks make up for their cut
     ones, (3) solves the regression around that with damping λ, (4) for EWR replaces the targets by
     `(1 - θ) y + θ (barycentric projection)`, alternating with the solve, and (5) adds the
     first-order term's step with a damping of its own. Settings that are "auto" are chosen by the
@@ -75,7 +75,7 @@ class WassersteinRegression(Method):
         discount: how fast a row's mass falls with its norm; 0 gives all the same.
         metric: κ, how far the damping of a weight follows its own curvature; 0 is the paper's.
         block_size: how many weights a block has; 0, the paper's, for no blocks.
-        reconstruction: whether weights make good for cut ones by their layer's outputs.
+        reconstruction: whether weights make up for cut ones by their layer's outputs.
     """
 
     damping: float | Auto = "auto"
@@ -163,7 +163,7 @@ class WassersteinRegression(Method):
         cloud = self._memory.cloud(stage.gradients)
         y = (cloud.gradients @ stage.w_bar).double()
         ridge = self._on_support(stage, cloud, y)
-        # Without a cut x = y already: there is nothing to make good, nor to transport.
+        # Without a cut x = y already: there is nothing to make up for, nor to transport.
         cut = len(ridge.support) < int((stage.w_bar != 0).sum())
         settings: dict[str, Any] = {"damping": self._damping}
         solution = Candidate(ridge.dual(y, self._damping), settings)
@@ -222,7 +222,7 @@ class WassersteinRegression(Method):
         ridge: SupportRidge,
         solution: Candidate,
     ) -> tuple[SupportRidge, Candidate]:
-        """The regression around what layers or blocks make good where that is better than w_bar.
+        """The regression around what layers or blocks make up for where that is better than w_bar.
 
         Blocks are tried only where layers are no help beyond chance: together they take longer than
         they are worth (docs/choices.md).
