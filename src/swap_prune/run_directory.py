@@ -349,7 +349,7 @@ def fingerprint(tensors: dict[str, Tensor]) -> str:
 
 def _storable(values: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors among the values of a state dict, which may have `get_extra_state`'s too."""
-    # Tied weights are written under each of their names, so that any strict loader is content.
+    # Tied weights are written under each of their names, so that `load_state_dict` is content.
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     return {k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from swap_prune import transport
 from swap_prune.errors import InputError
 from swap_prune.methods import Auto
 from swap_prune.noise import Noise
@@ -34,7 +35,8 @@ PARTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("ewr",): ("epsilon", "relative", "mixture", "coupling", "derivative", "alternations"),
 }
-COUPLINGS = ("sinkhorn", "gaussian", "gaussian-printed")
+# The identity is a method of its own, LR.
+COUPLINGS = tuple(name for name in transport.COUPLINGS if name != "identity")
 # At most this many samples are held out, and at most this fraction of the data.
 HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
