@@ -755,3 +755,4 @@ def test_layers_without_weights_are_not_pruned():
 def test_script_modules_are_refused():
     with pytest.raises(InputError, match="ScriptModule"):
         prune(torch.jit.script(network()), samples(), sparsity=0.5)
+    assert evaluate(torch.jit.script(network()), samples()) == evaluate(network(), samples())

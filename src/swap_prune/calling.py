@@ -17,8 +17,6 @@ def check_module(model: Any) -> None:
     """Raise unless `model` is a module whose parameters have data."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is of type {type(model).__name__}; give a torch.nn.Module")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise InputError("model is a ScriptModule, whose layers can't be changed; give its source")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InputError(f"model's parameter {name} has no data yet: run the model once before")

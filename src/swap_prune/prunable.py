@@ -101,6 +101,8 @@ def select_weights(
         InputError: if nothing is left, a selector matches nothing, or a weight has no data.
     """
     check_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("model is a ScriptModule, whose layers can't be changed; give its source")
     include = None if include is None else selectors("include", include)
     exclude = selectors("exclude", exclude)
     chosen_by = list(DEFAULT_TYPES if include is None else include)

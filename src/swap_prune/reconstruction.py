@@ -1,4 +1,4 @@
-"""What the weights of a layer that stay make up for those that are cut, by the layer's outputs.
+"""How the weights of a layer that stay make up for those that are cut, by the layer's outputs.
 
 An output of a Linear or Conv layer is `w · a`, where `a` (d,) are the inputs that meet its weights:
 all of the layer's, or a patch of them. A few hundred images have thousands of patches, so that

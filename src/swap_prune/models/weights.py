@@ -26,10 +26,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     state = model.state_dict()
     # What a module keeps besides tensors (`get_extra_state`) is no matter of the file.
     expected = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    by_memory = {expected[key].data_ptr(): key for key in found if key in expected}
+    filled = {expected[key].data_ptr() for key in found if key in expected}
     for key, tensor in expected.items():
         # Of the names of a tied weight, safetensors' own `save_model` writes one.
-        if key not in found and by_memory.get(tensor.data_ptr()) is None:
+        if key not in found and tensor.data_ptr() not in filled:
             raise InputError(
                 f"weights {str(path)!r} have no tensor {key!r}, which the model expects "
                 f"with shape {tuple(tensor.shape)}"
