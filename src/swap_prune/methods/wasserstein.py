@@ -47,8 +47,9 @@ METRICS = (0.0, 0.9)
 REHEARSAL_ROWS = 250
 # The dampings of blocks that are tried, relative to the mean curvature of a weight.
 BLOCK_DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
-# Those of a layer's outputs, relative to the mean square of an input.
-RECONSTRUCTION_DAMPINGS = (1e-4, 3e-3, 1e-1)
+# Those of a layer's outputs, relative to the mean square of an input; a third one, 1e-4, was of no
+# use (docs/choices.md).
+RECONSTRUCTION_DAMPINGS = (3e-3, 1e-1)
 
 
 @dataclass
