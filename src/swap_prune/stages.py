@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
-from swap_prune import audit, outliers, reconstruction, training
+from swap_prune import audit, outliers, reconstruction, residuals, training
 from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
@@ -63,6 +63,9 @@ BASELINES: dict[str, type[Method]] = {
 FINGERPRINT_SAMPLES = 64
 # Rows of a stage that are checked first: with a quarter of them wrong, one is found by all odds.
 AUDITED_ROWS = 50
+# Samples whose outputs tell whether gradients are taken with the model's own weights: others change
+# those of every sample.
+COMPARED_SAMPLES = 10
 # Samples that BatchNorm's statistics are taken of.
 STATISTICS_SAMPLES = 1000
 # Seeds of the steps of runs with neighbouring seeds must not meet.
@@ -314,7 +317,7 @@ class Run:
         where = f"stage {number}/{stages}, sparsity {sparsities[-1]:.3f}"
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
-        batch = gradients = corrected = None
+        batch = gradients = corrected = own = None
         if number > 1:
             self.stream.hold_out()
         if self._draws():
@@ -339,7 +342,13 @@ class Run:
             with ExitStack() as noisy:
                 for noise in self.noises:
                     noisy.enter_context(noise.weights(self.model, self.weights, generator))
-                gradients = self._gradients(batch, indices, self.bar.update)
+                own = self._by_own_outputs(batch, w_bar) if self.settings.audit else None
+                gradients = self._gradients(
+                    own or batch,
+                    residuals.linear_loss if own else self.fitted_loss,
+                    indices,
+                    self.bar.update,
+                )
             if number == 1 and not gradients.rows().any():
                 warnings.warn(
                     "all gradients are zero, so that there are only magnitudes to go by: does the "
@@ -383,6 +392,8 @@ class Run:
         line = {"stage": number, **chosen}
         if corrected is not None:
             line["corrected_rows"] = corrected
+        if own is not None:
+            line["own_residuals"] = True
         if number == 1 and self.settings.contamination != 0:
             line["contamination"] = self.contamination
         if batch is not None and self.settings.screen:
@@ -458,7 +469,7 @@ class Run:
 
         def rows(noisy: Batch) -> GradientOperator:
             self.bar.set_description(f"calibrating the noise: gradients, trial {next(takes)}")
-            return self._gradients(noisy, indices)
+            return self._gradients(noisy, self.fitted_loss, indices)
 
         # From a twin, so that the stage's own draw is the one that was measured.
         generator = torch.Generator().set_state(generator.get_state())
@@ -547,8 +558,23 @@ class Run:
         if contamination:
             self.fitted_loss = contamination_of.ContaminatedCrossEntropy(contamination)
 
+    def _by_own_outputs(self, batch: Batch, w_bar: Tensor) -> Batch | None:
+        """The batch with residuals as targets, if the model has other outputs than by `w_bar`."""
+        few = tree_map(lambda leaf: leaf[:COMPARED_SAMPLES], batch[0])
+        seen = residuals.outputs(self.model, few)
+        m = self.settings.samples_per_row or 1
+        with self.weights.kept(self.model):
+            self.weights.write(self.model, w_bar)
+            return residuals.by_own_outputs(
+                self.model, seen, batch, self.fitted_loss, m, self.weights.size
+            )
+
     def _gradients(
-        self, batch: Batch, indices: Tensor, progress: Callable[[int], Any] | None = None
+        self,
+        batch: Batch,
+        loss: Loss,
+        indices: Tensor,
+        progress: Callable[[int], Any] | None = None,
     ) -> GradientOperator:
         if self.buffer is None:
             rows = self._stage_samples() // (self.settings.samples_per_row or 1)
@@ -558,7 +584,7 @@ class Run:
             self.weights,
             batch[0],
             batch[1],
-            self.fitted_loss,
+            loss,
             self.settings.samples_per_row or 1,
             out=self.buffer[: len(indices) // (self.settings.samples_per_row or 1)],
             progress=progress,
