@@ -1,4 +1,4 @@
-"""How wrong noise makes gradients, and how wrong they are after the audit, as JSON and a table.
+"""How wrong noise makes gradients, and how wrong they are after EWR's checks, as JSON and a table.
 
     python -m benchmarks.audit --networks mlpnet resnet20
 
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from benchmarks import networks
 from benchmarks.robustness import NOISES
-from swap_prune import audit, models, noise, prune, select_weights
+from swap_prune import audit, models, noise, prune, residuals, select_weights
 from swap_prune.evaluation import cross_entropy
 from swap_prune.gradients import DenseGradients, gradient_rows
+from swap_prune.stages import COMPARED_SAMPLES
 
 # Those that make a row another than the gradient of its sample's loss.
 KINDS = ("clean", "gradient-entries", "gradient-rows", "analog", "adversarial")
@@ -68,20 +69,32 @@ def measure(
     def rows() -> Tensor:
         return gradient_rows(model, weights, *batch, cross_entropy).rows()
 
+    def rows_by_own_outputs(noisy: Tensor) -> Tensor:
+        seen = residuals.outputs(model, batch[0][:COMPARED_SAMPLES])
+        with weights.kept(model):
+            weights.write(model, w)
+            own = residuals.by_own_outputs(model, seen, batch, cross_entropy, 1, weights.size)
+        if own is None:
+            return noisy.clone()
+        return gradient_rows(model, weights, *own, residuals.linear_loss).rows()
+
     exact, found = rows(), []
     probes = torch.randn(weights.size, PROBES, generator=generator)
     for kind in KINDS:
         given = NOISES[kind]
-        noisy = exact.clone()
+        noisy, checked = exact.clone(), exact.clone()
         if given is not None:
             made = noise.build(**given)
             with made.weights(model, weights, generator):
                 noisy = rows()
-            made.rows(noisy, generator)
+                checked = rows_by_own_outputs(noisy)
+            state = generator.get_state()
+            for matrix in (noisy, checked):
+                made.rows(matrix, generator.set_state(state))
         before = errors(noisy, exact, probes)
         with weights.kept(model):
-            corrected = audit.correct_rows(DenseGradients(noisy), losses, w, generator)
-        after = errors(noisy, exact, probes)
+            corrected = audit.correct_rows(DenseGradients(checked), losses, w, generator)
+        after = errors(checked, exact, probes)
         run = {"network": network, "noise": kind, "seed": seed, "samples": samples}
         run |= {"sparsity": sparsity, "corrected": corrected, "before": before, "after": after}
         found.append(run)
