@@ -90,13 +90,28 @@ def test_what_has_no_residuals_stays_as_it_is():
     assert problem.own(most_numbers=2) is None
     assert problem.own(loss=lambda o, t: cross_entropy(o, t) * o.sum().item()) is None
 
-    class Named(nn.Module):
-        def forward(self, x):
-            return {"logits": x}
+    assert by_own_outputs(problem.model, None, problem.batch, cross_entropy, 1, 100) is None
+    assert problem.own(seen=torch.randn(4, 2)) is None
 
-    assert outputs(Named(), torch.randn(4, 3)) is None
-    assert problem.own(seen=None) is not None
-    assert by_own_outputs(Named(), None, problem.batch, cross_entropy, 1, 100) is None
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: {"logits": x},
+        lambda x: x.sum(),
+        lambda x: x.mean(0),
+        lambda x: x.argmax(1),
+        lambda x: x[:, : len(x)],  # another width for every size of a batch
+        lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+    ],
+    ids=["dict", "number", "no samples", "integers", "ragged", "nested"],
+)
+def test_other_outputs_than_one_tensor_are_left_alone(forward):
+    class Model(nn.Module):
+        def forward(self, x):
+            return forward(x)
+
+    assert outputs(Model(), torch.randn(150, 128)) is None
 
 
 def test_weight_noise_spoils_rows_less_with_the_models_own_residuals():

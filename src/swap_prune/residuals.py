@@ -37,12 +37,10 @@ def outputs(model: nn.Module, inputs: Any) -> Tensor | None:
         found = list(outputs_of(model, inputs))
     except InputError:
         return None  # whoever takes the gradients says which sample it is that fails
-    for part, output in found:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return None
-        if output.ndim == 0 or len(output) != part.stop - part.start:
-            return None
-    return torch.cat([output for _, output in found])
+    if not all(_has_samples_first(output, part.stop - part.start) for part, output in found):
+        return None
+    alike = len({output.shape[1:] for _, output in found}) == 1
+    return torch.cat([output for _, output in found]) if alike else None
 
 
 def by_own_outputs(
@@ -69,7 +67,9 @@ def by_own_outputs(
     if seen is None:
         return None
     own = outputs(model, tree_map(lambda leaf: leaf[: len(seen)], batch[0]))
-    if own is None or samples_per_row * own[0].numel() > most_numbers or not _differ(seen, own):
+    if own is None or own.shape != seen.shape or not _differ(seen, own):
+        return None
+    if samples_per_row * own[0].numel() > most_numbers:
         return None
     own = outputs(model, batch[0])
     found = None if own is None else residuals_of(own, batch[1], loss, samples_per_row)
@@ -85,6 +85,13 @@ def residuals_of(output: Tensor, targets: Any, loss: Loss, samples_per_row: int)
     except Exception:  # the loss may be the user's, and use what vmap can't take
         return None
     return found.flatten(0, 1).detach()
+
+
+def _has_samples_first(output: Any, samples: int) -> bool:
+    """Whether an output is an ordinary tensor (samples, ...) of real numbers."""
+    if not isinstance(output, Tensor) or output.is_nested or output.layout != torch.strided:
+        return False
+    return output.is_floating_point() and output.ndim > 0 and len(output) == samples
 
 
 def _differ(seen: Tensor, own: Tensor) -> bool:
