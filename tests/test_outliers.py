@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from swap_prune import InputError, data, models, noise_report, prune
 from swap_prune.outliers import largest_usual, limit, spreads
 from swap_prune.run_directory import RunDirectory
+from swap_prune.stages import Run
 
 
 def test_an_input_spreads_by_all_of_its_numbers():
@@ -104,8 +105,10 @@ def run(method: str = "ewr", calibration=None, directory=None, **changes):
 @pytest.mark.parametrize("method", ["lr", "ewr"])
 def test_noisy_inputs_are_left_out_in_whole_rows(method):
     screened = run(method, noise=LOUD, screen=True)
-    # A quarter of 160, but for what spreads no further than a clean one; four are a row.
-    assert all(line["left_out_samples"] in (32, 36, 40) for line in screened.history)
+    # A quarter of what is drawn, but for what spreads no further than a clean one; four are a row.
+    first, *later = [line["left_out_samples"] for line in screened.history]
+    assert first in (32, 36, 40)
+    assert all(40 <= count <= 56 and count % 4 == 0 for count in later)
     kept = run(method, noise=LOUD, screen=False)
     assert "left_out_samples" not in kept.history[0]
     clean = run(method, screen=True)
@@ -115,11 +118,31 @@ def test_noisy_inputs_are_left_out_in_whole_rows(method):
         assert torch.equal(value, unscreened.model.state_dict()[name])
 
 
-def test_a_resumed_run_leaves_out_the_same(tmp_path, monkeypatch):
+def test_others_are_drawn_for_those_left_out(monkeypatch):
+    taken, gradients = [], Run._gradients
+
+    def counted(self, batch, loss, indices, *progress):
+        assert len(batch[1]) == len(indices) == len(indices.unique())
+        taken.append(len(indices))
+        return gradients(self, batch, loss, indices, *progress)
+
+    monkeypatch.setattr(Run, "_gradients", counted)
+    history = run(noise=LOUD).history
+    first, *later = taken[-3:]  # before them the noise is calibrated
+    assert first == 160 - history[0]["left_out_samples"]
+    assert all(150 <= count <= 160 for count in later)
+    # Of 280 samples 100 are held out, and no more than the other 180 can be drawn.
+    few = run(noise=LOUD, calibration=data.load("digits").train[:280]).history
+    assert all(line["left_out_samples"] for line in few)
+    assert taken[-2:] == [180 - line["left_out_samples"] for line in few[1:]]
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_a_resumed_run_leaves_out_the_same(tmp_path, monkeypatch, saved):
     whole, save = run(noise=LOUD), RunDirectory.save_step
 
     def save_first(directory, step):
-        if step.number > 1:
+        if step.number > saved:
             raise KeyboardInterrupt
         save(directory, step)
 

@@ -122,6 +122,7 @@ class Run:
         self.fitted_loss = self.loss
         self.contamination = 0.0
         self.largest_spread: float | None = None  # of the inputs that are not left out
+        self.left_out_share = 0.0  # of the samples, as those held out at the first stage tell
         self.method = build_method(settings)
         self.has_statistics = bool(batchnorm_statistics.layers(model))
         reserve = settings.held_out if trains_on_calibration else self._reserve(len(samples))
@@ -246,6 +247,7 @@ class Run:
                 "noise": [noise.describe() for noise in self.noises],
                 "contamination": self.contamination,
                 "largest_spread": self.largest_spread,
+                "left_out_share": self.left_out_share,
                 "optimizer": values,
             },
         )
@@ -260,11 +262,12 @@ class Run:
         self.noises = tuple(noise_from(described) for described in saved.values["noise"])
         self._use_contamination(saved.values["contamination"])
         self.largest_spread = saved.values["largest_spread"]
+        self.left_out_share = saved.values["left_out_share"]
         for number in range(1, min(saved.number, stages) + 1):
             if number > 1:
                 self.stream.hold_out()
             if self._draws():
-                self.stream.skip(self._stage_samples())
+                self.stream.skip(self._drawn_samples(number))
         if saved.number >= stages:
             self.held_out = self._hold_out(stages)
         # Not as progress of this process, from which the time left is reckoned.
@@ -321,7 +324,7 @@ class Run:
         if number > 1:
             self.stream.hold_out()
         if self._draws():
-            batch, indices = self.stream.draw(self._stage_samples())
+            batch, indices = self.stream.draw(self._drawn_samples(number))
             check_task(self.model, batch, self.given_loss, indices)
             generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             if number == 1 and self.noises:
@@ -334,7 +337,10 @@ class Run:
         else:
             self._check_held_out()
         if batch is not None:
+            drawn = len(indices)
             batch, indices = self._screened(batch, indices, self.settings.samples_per_row or 1)
+            left_out = drawn - len(indices)
+            batch, indices = tree_map(lambda leaf: leaf[: self._stage_samples()], (batch, indices))
             if self.method.needs_gradients:
                 self.bar.update(self._stage_samples() - len(indices))
         if self.method.needs_gradients and batch is not None:
@@ -397,7 +403,7 @@ class Run:
         if number == 1 and self.settings.contamination != 0:
             line["contamination"] = self.contamination
         if batch is not None and self.settings.screen:
-            line["left_out_samples"] = self._stage_samples() - len(indices)
+            line["left_out_samples"] = left_out
         if number == 1 and self.noises:
             line["noise"] = [noise.describe() for noise in self.noises]
         if self.test_data is not None:
@@ -525,6 +531,7 @@ class Run:
         self.largest_spread = outliers.largest_usual(found, losses)
         self.held_out, self.held_out_indices = self._screened(self.held_out, self.held_out_indices)
         left_out = len(found) - len(self.held_out_indices)
+        self.left_out_share = left_out / len(found)
         if left_out and not self.settings.noise:
             warnings.warn(
                 f"{left_out} of {len(found)} held-out inputs vary far more than the others, and "
@@ -697,6 +704,14 @@ class Run:
         spare = available - self._stage_samples() if self._draws() else available
         most = min(spare, int(available * HELD_OUT_FRACTION))
         return max(self.settings.held_out, min(self.settings.stages * self.settings.held_out, most))
+
+    def _drawn_samples(self, number: int) -> int:
+        """How many samples a stage draws: so many more as will be left out, once that is known."""
+        wanted, m = self._stage_samples(), self.settings.samples_per_row or 1
+        if number == 1:
+            return wanted
+        needed = m * math.ceil(wanted / m / (1 - self.left_out_share))
+        return min(needed, len(self.stream.pool.indices))
 
     def _stage_samples(self) -> int:
         count = (self.settings.samples or 1) * (self.settings.samples_per_row or 1)
