@@ -110,8 +110,9 @@ def prune(
                 outputs while gradients are taken, take the loss's derivative at its own (True for
                 "ewr", False for "lr").
             screen: leave out samples whose inputs vary far more than the others', if there is a
-                group of them on which the unpruned model fails (True for "ewr" where samples are
-                held out, by which that is found; False for "lr"); fine-tuning still sees them.
+                group of them on which the unpruned model fails, and draw others for them (True
+                for "ewr" where samples are held out, by which that is found; False for "lr");
+                fine-tuning still sees them.
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
                 to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
