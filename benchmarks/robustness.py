@@ -9,6 +9,7 @@ sets and checkpoints. Every finished run is written at once and never run again.
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def table(network: str, runs: list[dict[str, Any]]) -> str:
-    """Top-1 by noise and method, and the points that the noise cost, mean over paired seeds."""
+    """Top-1 by noise and method, and the points that the noise cost, means over paired seeds."""
     by_cell = {(run["noise"], run["method"], run["seed"]): run for run in runs}
     lines = [f"| {network} | LR | EWR | LR lost | EWR lost | LR loss | EWR loss | seeds |"]
     lines.append("|---|" + "---|" * 7)
@@ -65,14 +66,21 @@ def table(network: str, runs: list[dict[str, Any]]) -> str:
         top1, lost, loss = [], [], []
         for method in METHODS:
             scores = [by_cell[noise, method, seed] for seed in seeds]
-            clean = statistics.mean(by_cell["clean", method, seed]["top1"] for seed in seeds)
-            top1.append(statistics.mean(run["top1"] for run in scores))
-            loss.append(statistics.mean(run["loss"] for run in scores))
-            lost.append(clean - top1[-1])
-        entries = [f"{value:.2f}" for value in (*top1, *lost)]
-        entries += [f"{value:.3f}" for value in loss]
+            clean = [by_cell["clean", method, seed] for seed in seeds]
+            top1.append(f"{statistics.mean(run['top1'] for run in scores):.2f}")
+            loss.append(f"{statistics.mean(run['loss'] for run in scores):.3f}")
+            lost.append(_mean([a["top1"] - b["top1"] for a, b in zip(clean, scores, strict=True)]))
+        entries = [*top1, *lost, *loss]
         lines.append(f"| {noise} | {' | '.join(entries)} | {len(seeds)} |")
     return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> str:
+    """The mean and, of several values that differ, its standard error."""
+    if len(set(values)) < 2:
+        return f"{statistics.mean(values):.2f}"
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.mean(values):.2f} ± {error:.2f}"
 
 
 if __name__ == "__main__":
