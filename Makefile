@@ -38,7 +38,7 @@ benchmarks: $(VENV)/installed  ## speed, ablations and robustness, as JSON (hour
 	$(BIN)/python -m benchmarks.few_images --sparsities 0.9 0.95
 	$(BIN)/python -m benchmarks.audit --networks mlpnet resnet20
 	$(BIN)/python -m benchmarks.robustness --networks mlpnet --seeds 10
-	$(BIN)/python -m benchmarks.ewr_time --samples-per-row 1
+	$(BIN)/python -m benchmarks.ewr_time --samples-per-row 1 --repeats 3
 
 clean:  ## remove the virtual environment and what the demo wrote
 	rm -rf $(VENV) demo-output
