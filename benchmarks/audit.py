@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import networks
 from benchmarks.robustness import NOISES
-from swap_prune import audit, models, noise, prune, residuals, select_weights
+from swap_prune import audit, filtering, models, noise, prune, residuals, select_weights
 from swap_prune.evaluation import cross_entropy
 from swap_prune.gradients import DenseGradients, gradient_rows
 from swap_prune.stages import COMPARED_SAMPLES
@@ -92,11 +92,13 @@ def measure(
             for matrix in (noisy, checked):
                 made.rows(matrix, generator.set_state(state))
         before = errors(noisy, exact, probes)
+        filtered = filtering.filter_rows(model, weights, batch[0], checked, 1)
         with weights.kept(model):
             corrected = audit.correct_rows(DenseGradients(checked), losses, w, generator)
         after = errors(checked, exact, probes)
         run = {"network": network, "noise": kind, "seed": seed, "samples": samples}
-        run |= {"sparsity": sparsity, "corrected": corrected, "before": before, "after": after}
+        run |= {"sparsity": sparsity, "filtered": filtered, "corrected": corrected}
+        run |= {"before": before, "after": after}
         found.append(run)
     return found
 
@@ -113,12 +115,14 @@ def errors(rows: Tensor, exact: Tensor, probes: Tensor) -> dict[str, float]:
 
 def table(network: str, runs: list[dict[str, Any]]) -> str:
     """Means over the seeds, and the least and the most."""
-    lines = [f"| {network} | rows corrected | mean gradient | corrected | curvature | corrected |"]
-    lines.append("|---|" + "---|" * 5)
+    lines = [f"| {network} | filtered | corrected | mean gradient | after | curvature | after |"]
+    lines.append("|---|" + "---|" * 6)
     for kind in KINDS:
         of_kind = [run for run in runs if run["noise"] == kind]
-        corrected = [run["corrected"] / run["samples"] for run in of_kind]
-        cells = [f"{sum(corrected) / len(corrected):.0%}"]
+        rows = sum(run["samples"] for run in of_kind)
+        cells = [
+            f"{sum(run[done] for run in of_kind) / rows:.0%}" for done in ("filtered", "corrected")
+        ]
         for what in ("mean", "curvature"):
             for when in ("before", "after"):
                 values = [run[when][what] for run in of_kind]

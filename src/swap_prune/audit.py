@@ -40,10 +40,12 @@ class Audit(NamedTuple):
     Attributes:
         factors: what each row (n,) is to be multiplied with, in float64; 1 unless it is refuted.
         single: whether it is single rows that are wrong, and the factors should be used.
+        error: the square of all rows' errors.
     """
 
     factors: Tensor
     single: bool
+    error: float
 
     @property
     def refuted(self) -> Tensor:
@@ -135,4 +137,5 @@ def check_rows(
     factors = torch.where(refuted, best.clamp_min(-1.0), torch.ones_like(best))
     others = finite & ~refuted
     exact = float(error[others].sum()) <= MOST_ELSEWHERE * float((signal + floor)[others].sum())
-    return Audit(factors, single=exact and int(refuted.sum()) <= len(refuted) / 2)
+    single = exact and int(refuted.sum()) <= len(refuted) / 2
+    return Audit(factors, single, float(error[finite].sum()))

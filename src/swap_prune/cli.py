@@ -113,7 +113,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     option(
         "--audit",
         action=argparse.BooleanOptionalAction,
-        help="correct gradients that the losses or the model's own outputs refute (ewr: yes)",
+        help="mend gradients that losses, layers' inputs or the model's outputs refute (ewr: yes)",
     )
     option(
         "--screen",

@@ -106,9 +106,10 @@ def prune(
                 it does ("auto" for "ewr", 0 for "lr").
             audit: check the gradients of every stage against losses, two forward passes along each
                 of four directions, first of 50 rows, and of all where one of these is refuted;
-                refuted rows are corrected if the others are exact. And where the model has other
-                outputs while gradients are taken, take the loss's derivative at its own (True for
-                "ewr", False for "lr").
+                refuted rows are corrected if the others are exact. Before that, noise that the
+                inputs of their layers give away is filtered. And where the model has other outputs
+                while gradients are taken, take the loss's derivative at its own (True for "ewr",
+                False for "lr").
             screen: leave out samples whose inputs vary far more than the others', if there is a
                 group of them on which the unpruned model fails, and draw others for them (True
                 for "ewr" where samples are held out, by which that is found; False for "lr");

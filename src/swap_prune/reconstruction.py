@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.evaluation import batch_samples, outputs_of
-from swap_prune.gradients.rows import FACTORED_FORWARDS, Convolution, padding_widths
+from swap_prune.layer_inputs import input_vectors, layers_of
 from swap_prune.prunable import PrunableWeights
 
 # Samples of a stage whose inputs are looked at: a pass over more would take too much of its time.
@@ -84,7 +84,7 @@ def input_moments(
         try:
             a = args[0] if args else kwargs["input"]
             if a.numel():
-                squares, vectors = _squares(_vectors(layer, a.detach(), share, generator))
+                squares, vectors = _squares(input_vectors(layer, a.detach(), share, generator))
                 before = found.get(name, Moments(torch.zeros_like(squares), 0, 0))
                 count = before.vectors + vectors
                 mean = (before.vectors * before.mean + squares) / count
@@ -98,7 +98,7 @@ def input_moments(
     handles = [
         layer.register_forward_hook(partial(add, name), with_kwargs=True)
         for name in weights.names
-        for layer in _layers_of(model, model.get_parameter(name))
+        for layer in layers_of(model, model.get_parameter(name))
     ]
     try:
         for part in torch.arange(samples).split(batch_samples(model, inputs)):
@@ -111,57 +111,6 @@ def input_moments(
         for handle in handles:
             handle.remove()
     return [None if name in unreadable else found.get(name) for name in weights.names]
-
-
-def _layers_of(model: nn.Module, weight: nn.Parameter) -> list[nn.Module]:
-    """The Linear and Conv layers with this weight; none if something else has it too."""
-    owners = [
-        module
-        for module in model.modules()
-        if any(parameter is weight for parameter in module.parameters(recurse=False))
-    ]
-    plain = all(
-        type(owner).forward in FACTORED_FORWARDS and owner.weight is weight for owner in owners
-    )
-    return owners if plain else []
-
-
-def _vectors(
-    layer: nn.Linear | Convolution, a: Tensor, most: int, generator: torch.Generator
-) -> Tensor:
-    """At most so many of the inputs (groups, vectors, d) that meet the layer's weights."""
-    if isinstance(layer, nn.Linear):
-        flat = a.reshape(-1, a.shape[-1])
-        return flat[_some(len(flat), most, generator)][None].float()
-    spatial = len(layer.kernel_size)
-    if a.ndim == spatial + 1:
-        a = a[None]
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    a = functional.pad(a, padding_widths(layer), mode=mode).movedim(1, -1)
-    places = [
-        (length - spread * (kernel - 1) - 1) // step + 1
-        for length, kernel, step, spread in zip(
-            a.shape[1:-1], layer.kernel_size, layer.stride, layer.dilation, strict=True
-        )
-    ]
-    drawn = _some(len(a) * math.prod(places), most, generator)
-    sample, *position = torch.unravel_index(drawn, (len(a), *places))
-    index = [sample.view(-1, *[1] * spatial)]
-    for axis, (start, kernel, step, spread) in enumerate(
-        zip(position, layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    ):
-        along = start[:, None] * step + torch.arange(kernel) * spread
-        index.append(along.view(-1, *(kernel if i == axis else 1 for i in range(spatial))))
-    patches = a[tuple(index)].movedim(-1, 1)  # (vectors, channels, *kernel)
-    return patches.reshape(len(drawn), layer.groups, -1).transpose(0, 1).float()
-
-
-def _some(total: int, most: int, generator: torch.Generator) -> Tensor:
-    """The sorted numbers of all of `total` things, or of `most` draws of them."""
-    if total <= most:
-        return torch.arange(total)
-    # One may be drawn twice: to rule that out would take longer than all the rest.
-    return torch.randint(total, (most,), generator=generator).sort().values
 
 
 def _squares(vectors: Tensor) -> tuple[Tensor, int]:

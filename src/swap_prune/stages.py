@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
-from swap_prune import audit, outliers, reconstruction, residuals, training
+from swap_prune import audit, filtering, outliers, reconstruction, residuals, training
 from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
@@ -320,7 +320,8 @@ class Run:
         where = f"stage {number}/{stages}, sparsity {sparsities[-1]:.3f}"
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
-        batch = gradients = corrected = own = None
+        batch = gradients = own = None
+        checked: dict[str, int] = {}
         if number > 1:
             self.stream.hold_out()
         if self._draws():
@@ -365,7 +366,8 @@ class Run:
                 noise.rows(gradients.rows(), generator)
             if self.settings.audit:
                 self.bar.set_description(f"{where}: checking gradients")
-                corrected = self._audit(gradients, batch, w_bar, number, generator)
+                checked = self._audit(gradients, batch, w_bar, generator)
+                self._warn_of(checked, len(gradients.rows()), number)
         else:
             self.bar.update(self._stage_samples())
         self.seconds["gradients"] += time.perf_counter() - start
@@ -395,9 +397,7 @@ class Run:
         if batch is not None and self._statistics_wanted():
             chosen |= self._reestimate(batch[0])
         self.seconds["solve"] += time.perf_counter() - start_solve
-        line = {"stage": number, **chosen}
-        if corrected is not None:
-            line["corrected_rows"] = corrected
+        line = {"stage": number, **chosen, **checked}
         if own is not None:
             line["own_residuals"] = True
         if number == 1 and self.settings.contamination != 0:
@@ -614,42 +614,65 @@ class Run:
         gradients: GradientOperator,
         batch: Batch,
         w_bar: Tensor,
-        number: int,
         generator: torch.Generator,
-    ) -> int:
-        """Correct rows that the losses refute, if there are any among a few; how many it were.
+    ) -> dict[str, int]:
+        """Filter rows that their layers' inputs show to be noisy, and correct what losses refute.
 
-        The generator is the one that made the stage's noise: rows drawn from a twin of it would be
-        those that the noise was put on.
+        All of them only if there are any among a few; how many it were. The generator is the one
+        that made the stage's noise: rows drawn from a twin of it would be those that the noise was
+        put on.
         """
         if not audit.possible(self.model, self.weights):
-            return 0
+            return {"filtered_rows": 0, "corrected_rows": 0}
         n, m = gradients.shape[0], self.settings.samples_per_row or 1
 
         def losses_of(samples: Batch) -> audit.Losses:
             return audit.losses_by_weights(self.model, self.weights, samples, self.fitted_loss, m)
 
+        def filtered(inputs: Any, rows: Tensor) -> int:
+            self.weights.write(self.model, w_bar)
+            return filtering.filter_rows(self.model, self.weights, inputs, rows, m)
+
+        noisy = corrected = 0
         with self.weights.kept(self.model):
             few = torch.randperm(n, generator=generator)[:AUDITED_ROWS].sort().values
             samples = (few[:, None] * m + torch.arange(m)).flatten()
-            theirs = losses_of(tree_map(lambda leaf: leaf[samples], batch))
-            rows = DenseGradients(gradients.rows()[few])
-            found = audit.check_rows(rows, theirs, w_bar, generator)
-            if not (found.single and len(found.refuted)):
-                return 0
-            corrected = audit.correct_rows(gradients, losses_of(batch), w_bar, generator)
-        if (
-            corrected
-            and not self.settings.noise
-            and not any(line.get("corrected_rows") for line in self.history)
-        ):
-            warnings.warn(
-                f"{corrected} of {n} gradients at stage {number} disagree with the losses' own "
-                "changes and were corrected; if they are meant to differ, as with straight-through "
-                "estimators, give audit=False",
-                stacklevel=2,
+            some = tree_map(lambda leaf: leaf[samples], batch)
+            rows = gradients.rows()[few]
+            clean = rows.clone()
+            any_noisy = filtered(some[0], clean) > 0
+            twin = torch.Generator().set_state(generator.get_state())
+            found = audit.check_rows(DenseGradients(rows), losses_of(some), w_bar, generator)
+            if any_noisy:
+                better = audit.check_rows(DenseGradients(clean), losses_of(some), w_bar, twin)
+                # Not if the weights are used elsewhere, too, where no layer's inputs tell of it.
+                if better.error < found.error:
+                    found, noisy = better, filtered(batch[0], gradients.rows())
+            if found.single and len(found.refuted):
+                corrected = audit.correct_rows(gradients, losses_of(batch), w_bar, generator)
+        return {"filtered_rows": noisy, "corrected_rows": corrected}
+
+    def _warn_of(self, checked: dict[str, int], rows: int, number: int) -> None:
+        """Tell of rows that were not what they should be, the first time, unless it was wanted."""
+        if self.settings.noise or not any(checked.values()):
+            return
+        if any(line.get(name) for line in self.history for name in checked):
+            return
+        if checked["filtered_rows"]:
+            found = (
+                f"{checked['filtered_rows']} of {rows} gradients at stage {number} have parts that "
+                "no input of their layers can make, and these were filtered"
             )
-        return corrected
+        else:
+            found = (
+                f"{checked['corrected_rows']} of {rows} gradients at stage {number} disagree with "
+                "the losses' own changes and were corrected"
+            )
+        warnings.warn(
+            f"{found}; if they are meant to differ, as with straight-through estimators, give "
+            "audit=False",
+            stacklevel=2,
+        )
 
     def _budget(self, sparsities: list[float]) -> Budget:
         """What may stay after the last of the sparsities, those of all stages so far."""

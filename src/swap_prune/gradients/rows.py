@@ -117,10 +117,7 @@ def gradient_rows(
             f"samples_per_row={samples_per_row} does not divide the {samples} samples given"
         )
     matrix = torch.empty(n, weights.size, dtype=torch.float32) if out is None else out
-    numbers_per_sample = sum(leaf[0].numel() for leaf in tree_leaves(inputs))
-    least, most = CHUNK_SAMPLES
-    chunk_samples = max(least, min(most, CHUNK_NUMBERS // max(1, numbers_per_sample)))
-    rows_per_chunk = max(1, chunk_samples // samples_per_row)
+    rows_per_chunk = chunk_rows(inputs, samples_per_row)
 
     def chunk(start: int) -> tuple[Any, Any, Tensor, slice]:
         block = matrix[start : start + rows_per_chunk]
@@ -162,6 +159,14 @@ def gradient_rows(
             if progress is not None:
                 progress(done)
     return DenseGradients(matrix)
+
+
+def chunk_rows(inputs: Any, samples_per_row: int) -> int:
+    """How many rows of samples like these to compute at once."""
+    numbers_per_sample = sum(leaf[0].numel() for leaf in tree_leaves(inputs))
+    least, most = CHUNK_SAMPLES
+    samples = max(least, min(most, CHUNK_NUMBERS // max(1, numbers_per_sample)))
+    return max(1, samples // samples_per_row)
 
 
 def _workers(model: nn.Module, loss: Loss, threads: int) -> list[Worker]:

@@ -1,0 +1,212 @@
+"""Noise in rows of G that the inputs of their layers give away.
+
+By the chain rule the gradient of an output's weights is `g = Σ b_v a_v = bᵀU` in a Linear or Conv
+layer: U (v, d) are the inputs that the weights meet in the row's samples, b (v,) the derivatives of
+the loss by what comes of them. U needs no gradient: a forward pass tells it. So with fewer inputs
+than weights, v < d, what of a row lies outside the span of U is noise and nothing else, and its
+square tells the variance σ² of the noise in every entry. Of the noise inside, the most likely is
+taken away: with b of variance s² a priori the expected gradient is
+
+    ĝ Uᵀ (U Uᵀ + δ I)⁻¹ U,      δ = σ² / s²,
+
+with s² from what the row has more than noise. In layers with as many inputs as weights, or more,
+there is no outside; there σ² is that of the row's other layers. Rows without noise stay as they are
+to the bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from swap_prune.calling import call, evaluation_mode
+from swap_prune.gradients.rows import chunk_rows
+from swap_prune.layer_inputs import input_vectors, layers_of
+from swap_prune.prunable import PrunableWeights
+
+# A row is noisy with more than this part of its square outside the span of its inputs.
+NOISY = 1e-3
+# What is outside is told by layers with at most so many inputs, relative to weights of an output.
+MOST_SPANNED = 0.5
+# Least that is added to the diagonal, relative to its mean: double precision, where a row is asked
+# whether it has noise, and single, where that is taken out.
+EXACT_RIDGE, RIDGE = 1e-8, 1e-4
+# At least this part of a row's square is not taken for noise, so that δ is finite.
+LEAST_SIGNAL = 1e-3
+# Unknowns of the largest system that is solved for a row; layers with larger ones are left alone.
+MOST_UNKNOWNS = 1024
+
+
+@dataclass
+class _Seen:
+    """What a layer has had as inputs.
+
+    Attributes:
+        calls: the layer and its inputs (samples, ...), for every time that it was called.
+        vectors: how many vectors of them its weights met, in every sample.
+    """
+
+    calls: list[tuple[Any, Tensor]]
+    vectors: int = 0
+
+    def of(self, rows: Tensor, samples_per_row: int) -> Tensor:
+        """The vectors U (k, groups, v, d) of rows (k,), scaled to at most 1 in each."""
+        samples = (rows[:, None] * samples_per_row + torch.arange(samples_per_row)).flatten()
+        found = [
+            input_vectors(layer, a[samples]).unflatten(1, (len(rows), -1))
+            for layer, a in self.calls
+        ]
+        u = torch.cat(found, dim=2).transpose(0, 1)
+        largest = u.abs().amax((1, 2, 3), keepdim=True)
+        return u / torch.where(largest > 0, largest, 1.0)
+
+
+def filter_rows(
+    model: nn.Module,
+    weights: PrunableWeights,
+    inputs: Any,
+    rows: Tensor,
+    samples_per_row: int,
+) -> int:
+    """Take the noise out of the rows of G that have it, in place.
+
+    Nothing happens where it can't be told: in other layers than Linear and Conv, with a layer that
+    has others than samples first, in a model that does not run with hooks on its layers.
+
+    Args:
+        model: with the weights at which gradients are said to be taken.
+        weights: which weights the columns stand for.
+        inputs: calibration inputs, n · m samples first.
+        rows: G (n, p).
+        samples_per_row: m.
+
+    Returns:
+        How many rows were noisy.
+    """
+    m, noisy = samples_per_row, 0
+    for part in torch.arange(len(rows)).split(chunk_rows(inputs, m)):
+        start, stop = int(part[0]), int(part[-1]) + 1
+        x = tree_map(lambda leaf, a=start * m, b=stop * m: leaf[a:b], inputs)
+        noisy += _filter(rows[start:stop], weights, _layer_inputs(model, weights, x), m)
+    return noisy
+
+
+def _layer_inputs(model: nn.Module, weights: PrunableWeights, inputs: Any) -> dict[str, _Seen]:
+    """What the layers of the weights have as inputs; those that can't be read are left out."""
+    seen: dict[str, _Seen] = {}
+    unreadable: set[str] = set()
+
+    def add(name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        a = args[0] if args else kwargs["input"]
+        if not isinstance(a, Tensor) or a.is_nested or a.ndim < 2 or len(a) != samples:
+            unreadable.add(name)
+            return
+        found = seen.setdefault(name, _Seen([]))
+        found.calls.append((layer, a.detach()))
+        found.vectors += out[0].numel() // len(layer.weight)
+
+    handles = [
+        layer.register_forward_hook(partial(add, name), with_kwargs=True)
+        for name in weights.names
+        for layer in layers_of(model, model.get_parameter(name))
+    ]
+    samples = len(tree_leaves(inputs)[0])
+    try:
+        with torch.no_grad(), evaluation_mode(model):
+            call(model, inputs)
+    except Exception:  # a model that runs as it is, but not with hooks on its layers
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: found for name, found in seen.items() if name not in unreadable}
+
+
+def _filter(rows: Tensor, weights: PrunableWeights, seen: dict[str, _Seen], m: int) -> int:
+    """Filter a chunk of rows (k, p) in place; how many of them were noisy."""
+    spanned: list[tuple[str, slice]] = []
+    filled: list[tuple[str, slice]] = []
+    for name, shape, columns in weights.slices():
+        d, v = shape[1:].numel(), m * seen[name].vectors if name in seen else 0
+        if 0 < min(v, d) <= MOST_UNKNOWNS:
+            (spanned if v <= MOST_SPANNED * d else filled).append((name, columns))
+    everyone = torch.arange(len(rows))
+    variances: dict[str, Tensor] = {}
+    square, outside, freedom = torch.zeros(3, len(rows), dtype=torch.float64)
+    for name, columns in spanned:
+        u = seen[name].of(everyone, m).double()
+        g = _as_outputs(rows[:, columns], u)
+        beyond, entries = _outside(g, u)
+        variances[name] = beyond / entries.clamp_min(1.0)
+        square += g.square().sum((1, 2, 3))
+        outside += beyond
+        freedom += entries
+    noisy = (outside > NOISY * square).nonzero()[:, 0]
+    for name, columns in (*spanned, *filled) if len(noisy) else ():
+        u = seen[name].of(noisy, m)
+        variance = variances.get(name, outside / freedom.clamp_min(1.0))[noisy]
+        g = _expected(_as_outputs(rows[noisy, columns], u), u, variance)
+        rows[noisy, columns] = g.flatten(1)
+    return len(noisy)
+
+
+def _as_outputs(columns: Tensor, u: Tensor) -> Tensor:
+    """Columns of rows (k, ...) as (k, groups, outputs, d) beside inputs (k, groups, v, d)."""
+    return columns.unflatten(1, (u.shape[1], -1, u.shape[3])).to(u)
+
+
+def _outside(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The square (k,) of what lies outside the span of the inputs, and of how many entries it is.
+
+    Args:
+        g: rows (k, groups, outputs, d).
+        u: inputs (k, groups, v, d), fewer than d.
+    """
+    products = u @ u.mT
+    shift = _ridge(products, EXACT_RIDGE)
+    factors = _cholesky(products, shift)
+    inside = torch.cholesky_solve(u @ g.mT, factors).mT @ u
+    inverse = torch.cholesky_inverse(factors).diagonal(dim1=2, dim2=3).sum(2)
+    rank = u.shape[2] - shift * inverse
+    entries = (u.shape[3] - rank).sum(1) * g.shape[2]
+    return (g - inside).square().sum((1, 2, 3)), entries
+
+
+def _expected(g: Tensor, u: Tensor, variance: Tensor) -> Tensor:
+    """The gradients that noise of a variance (k,) in every entry has made rows `g` of.
+
+    Args:
+        g: rows (k, groups, outputs, d).
+        u: inputs (k, groups, v, d).
+        variance: σ².
+    """
+    few = u.shape[2] < u.shape[3]
+    products = u @ u.mT if few else u.mT @ u
+    trace = products.diagonal(dim1=2, dim2=3).sum((1, 2))
+    square = torch.linalg.vector_norm(g, dim=(1, 2, 3), dtype=torch.float64).square()
+    signal = (square - variance * g[0].numel()).maximum(LEAST_SIGNAL * square)
+    # σ² / s², with s² = signal / (outputs · trace); a part that vanishes has nothing to filter.
+    delta = torch.where(signal > 0, variance / signal, 0.0) * g.shape[2] * trace
+    factors = _cholesky(products, delta[:, None].to(g) + _ridge(products, RIDGE))
+    right = u @ g.mT if few else products @ g.mT
+    solution = torch.cholesky_solve(right, factors).mT
+    return solution @ u if few else solution
+
+
+def _ridge(matrices: Tensor, relative: float) -> Tensor:
+    """What to add (k, groups) to the diagonals of matrices (k, groups, size, size)."""
+    means = matrices.diagonal(dim1=2, dim2=3).mean(2)
+    # Inputs that are all zero make no gradient: with any positive diagonal none comes out.
+    return torch.where(means > 0, relative * means, 1.0)
+
+
+def _cholesky(matrices: Tensor, shift: Tensor) -> Tensor:
+    """The factors of matrices (k, groups, size, size) with a shift (k, groups) of the diagonal."""
+    shifted = matrices.clone()
+    shifted.diagonal(dim1=2, dim2=3).add_(shift[..., None])
+    return torch.linalg.cholesky(shifted)
