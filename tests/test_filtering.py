@@ -129,14 +129,15 @@ def inputs_and_rows(seed: int, v: int, zeros: int = 0) -> tuple[Tensor, Tensor]:
 @given(seed=st.integers(0, 10_000), v=st.integers(1, 6), zeros=st.integers(0, 6))
 def test_what_is_outside_is_what_least_squares_leaves(seed, v, zeros):
     u, g = inputs_and_rows(seed, v, min(v, zeros))
-    square, entries = _outside(g, u)
+    whole, outside, entries = _outside(g, u)
+    torch.testing.assert_close(whole, g.square().sum((1, 2, 3)))
     for k in range(2):
         left, count = 0.0, 0
         for group in range(2):
             span = torch.linalg.pinv(u[k, group]) @ u[k, group]
             left += float((g[k, group] - g[k, group] @ span).square().sum())
             count += 3 * (8 - int(torch.linalg.matrix_rank(u[k, group])))
-        assert float(square[k]) == pytest.approx(left, rel=1e-4)
+        assert float(outside[k]) == pytest.approx(left, rel=1e-4)
         assert float(entries[k]) == pytest.approx(count, rel=1e-4)
 
 

@@ -141,9 +141,9 @@ def _filter(rows: Tensor, weights: PrunableWeights, seen: dict[str, _Seen], m: i
     for name, columns in spanned:
         u = seen[name].of(everyone, m).double()
         g = _as_outputs(rows[:, columns], u)
-        beyond, entries = _outside(g, u)
+        whole, beyond, entries = _outside(g, u)
         variances[name] = beyond / entries.clamp_min(1.0)
-        square += g.square().sum((1, 2, 3))
+        square += whole
         outside += beyond
         freedom += entries
     noisy = (outside > NOISY * square).nonzero()[:, 0]
@@ -160,8 +160,10 @@ def _as_outputs(columns: Tensor, u: Tensor) -> Tensor:
     return columns.unflatten(1, (u.shape[1], -1, u.shape[3])).to(u)
 
 
-def _outside(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The square (k,) of what lies outside the span of the inputs, and of how many entries it is.
+def _outside(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The squares (k,) of rows and of what lies outside the span of their inputs.
+
+    And of how many entries the latter is: the part of the rows' entries that the span leaves.
 
     Args:
         g: rows (k, groups, outputs, d).
@@ -170,11 +172,15 @@ def _outside(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     products = u @ u.mT
     shift = _ridge(products, EXACT_RIDGE)
     factors = _cholesky(products, shift)
-    inside = torch.cholesky_solve(u @ g.mT, factors).mT @ u
+    # With signals b the inside is bᵀU; its distance from g is had without it, as squares of g are.
+    right = u @ g.mT
+    signals = torch.cholesky_solve(right, factors)
+    square = torch.linalg.vector_norm(g, dim=(1, 2, 3)).square()
+    beyond = square + (signals * (products @ signals - 2 * right)).sum((1, 2, 3))
     inverse = torch.cholesky_inverse(factors).diagonal(dim1=2, dim2=3).sum(2)
     rank = u.shape[2] - shift * inverse
     entries = (u.shape[3] - rank).sum(1) * g.shape[2]
-    return (g - inside).square().sum((1, 2, 3)), entries
+    return square, beyond.clamp_min(0.0), entries
 
 
 def _expected(g: Tensor, u: Tensor, variance: Tensor) -> Tensor:
