@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from swap_prune import noise, prune, select_weights, stages
 from swap_prune.evaluation import cross_entropy
-from swap_prune.filtering import _expected, _outside, filter_rows
+from swap_prune.filtering import Prior, _expected, _outside, filter_rows
 from swap_prune.gradients import gradient_rows
 
 
@@ -141,21 +141,30 @@ def test_what_is_outside_is_what_least_squares_leaves(seed, v, zeros):
         assert float(entries[k]) == pytest.approx(count, rel=1e-4)
 
 
+def posterior_means(g: Tensor, covariances: Tensor, level: float) -> Tensor:
+    """By the textbook's formula, of rows g (groups, 3, 8) with noise of a share of their square.
+
+    The Gaussian prior has the covariances (groups, 8, 8) times what makes up for the rest.
+    """
+    variance = level * g.square().mean()
+    trace = covariances.diagonal(dim1=1, dim2=2).sum()
+    prior = (1 - level) * g.square().sum() / (3 * trace) * covariances
+    return g @ torch.linalg.inv(prior + variance * torch.eye(8)) @ prior
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), v=st.integers(1, 12), level=st.floats(0.01, 0.5))
 def test_what_is_expected_is_the_posterior_mean(seed, v, level):
-    """Of a Gaussian prior with covariance s² UᵀU, by the textbook's formula for d × d matrices."""
     u, g = inputs_and_rows(seed, v)
-    square = g.square().sum((1, 2, 3))
-    variance = level * square / g[0].numel()
+    variance = level * g.square().mean((1, 2, 3))
     found = _expected(g, u, variance)
     for k in range(2):
-        covariances = u[k].mT @ u[k]
-        prior = (1 - level) * square[k] / (3 * covariances.diagonal(dim1=1, dim2=2).sum())
-        for group in range(2):
-            covariance = prior * covariances[group]
-            gain = covariance @ torch.linalg.inv(covariance + variance[k] * torch.eye(8))
-            torch.testing.assert_close(found[k, group], g[k, group] @ gain, rtol=0.02, atol=0.02)
+        wanted = posterior_means(g[k], u[k].mT @ u[k], level)
+        torch.testing.assert_close(found[k], wanted, rtol=0.02, atol=0.02)
+    mean = (u.mT @ u).mean(0)
+    found = Prior(*torch.linalg.eigh(mean)).expected(g, variance)
+    wanted = torch.stack([posterior_means(row, mean, level) for row in g])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_that_vanish_and_inputs_that_vanish_are_no_trouble():

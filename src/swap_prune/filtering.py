@@ -10,15 +10,16 @@ taken away: with b of variance s² a priori the expected gradient is
     ĝ Uᵀ (U Uᵀ + δ I)⁻¹ U,      δ = σ² / s²,
 
 with s² from what the row has more than noise. In layers with as many inputs as weights, or more,
-there is no outside; there σ² is that of the row's other layers. Rows without noise stay as they are
-to the bit.
+there is no outside. There σ² is that of the row's other layers, and in what is the same,
+`ĝ (UᵀU + δ I)⁻¹ UᵀU`, the mean of `UᵀU` over some rows stands for the row's own. Rows without noise
+stay as they are to the bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,10 +90,11 @@ def filter_rows(
         How many rows were noisy.
     """
     m, noisy = samples_per_row, 0
+    priors: dict[str, Prior] = {}
     for part in torch.arange(len(rows)).split(chunk_rows(inputs, m)):
         start, stop = int(part[0]), int(part[-1]) + 1
         x = tree_map(lambda leaf, a=start * m, b=stop * m: leaf[a:b], inputs)
-        noisy += _filter(rows[start:stop], weights, _layer_inputs(model, weights, x), m)
+        noisy += _filter(rows[start:stop], weights, _layer_inputs(model, weights, x), m, priors)
     return noisy
 
 
@@ -127,8 +129,17 @@ def _layer_inputs(model: nn.Module, weights: PrunableWeights, inputs: Any) -> di
     return {name: found for name, found in seen.items() if name not in unreadable}
 
 
-def _filter(rows: Tensor, weights: PrunableWeights, seen: dict[str, _Seen], m: int) -> int:
-    """Filter a chunk of rows (k, p) in place; how many of them were noisy."""
+def _filter(
+    rows: Tensor,
+    weights: PrunableWeights,
+    seen: dict[str, _Seen],
+    m: int,
+    priors: dict[str, Prior],
+) -> int:
+    """Filter a chunk of rows (k, p) in place; how many of them were noisy.
+
+    `priors` are those of the layers that have no outside, as far as chunks before had use for them.
+    """
     spanned: list[tuple[str, slice]] = []
     filled: list[tuple[str, slice]] = []
     for name, shape, columns in weights.slices():
@@ -140,17 +151,25 @@ def _filter(rows: Tensor, weights: PrunableWeights, seen: dict[str, _Seen], m: i
     square, outside, freedom = torch.zeros(3, len(rows), dtype=torch.float64)
     for name, columns in spanned:
         u = seen[name].of(everyone, m).double()
-        g = _as_outputs(rows[:, columns], u)
-        whole, beyond, entries = _outside(g, u)
+        whole, beyond, entries = _outside(_as_outputs(rows[:, columns], u), u)
         variances[name] = beyond / entries.clamp_min(1.0)
         square += whole
         outside += beyond
         freedom += entries
     noisy = (outside > NOISY * square).nonzero()[:, 0]
-    for name, columns in (*spanned, *filled) if len(noisy) else ():
+    if not len(noisy):
+        return 0
+    for name, columns in spanned:
         u = seen[name].of(noisy, m)
-        variance = variances.get(name, outside / freedom.clamp_min(1.0))[noisy]
-        g = _expected(_as_outputs(rows[noisy, columns], u), u, variance)
+        g = _expected(_as_outputs(rows[noisy, columns], u), u, variances[name][noisy])
+        rows[noisy, columns] = g.flatten(1)
+    variance = (outside / freedom.clamp_min(1.0))[noisy]
+    for name, columns in filled:
+        if name not in priors:
+            u = seen[name].of(everyone, m)
+            priors[name] = Prior(*torch.linalg.eigh((u.mT @ u).mean(0)))
+        prior = priors[name]
+        g = prior.expected(_as_outputs(rows[noisy, columns], prior.vectors[None]), variance)
         rows[noisy, columns] = g.flatten(1)
     return len(noisy)
 
@@ -191,17 +210,43 @@ def _expected(g: Tensor, u: Tensor, variance: Tensor) -> Tensor:
         u: inputs (k, groups, v, d).
         variance: σ².
     """
-    few = u.shape[2] < u.shape[3]
-    products = u @ u.mT if few else u.mT @ u
+    products = u @ u.mT
     trace = products.diagonal(dim1=2, dim2=3).sum((1, 2))
+    delta = _noise_to_signal(g, variance)[:, None] * trace[:, None]
+    factors = _cholesky(products, delta + _ridge(products, RIDGE))
+    return torch.cholesky_solve(u @ g.mT, factors).mT @ u
+
+
+class Prior(NamedTuple):
+    """The mean of `UᵀU` over rows: what a layer's gradients are a priori, but for a factor.
+
+    Attributes:
+        values: its eigenvalues (groups, d).
+        vectors: its eigenvectors (groups, d, d), in columns.
+    """
+
+    values: Tensor
+    vectors: Tensor
+
+    def expected(self, g: Tensor, variance: Tensor) -> Tensor:
+        """As `_expected`, with this in the place of the rows' own."""
+        values = self.values.clamp_min(0.0)
+        delta = _noise_to_signal(g, variance) * values.sum()
+        shifted = values + delta[:, None, None]
+        gains = torch.where(shifted > 0, values / shifted, 1.0)
+        return (g @ self.vectors) * gains[:, :, None] @ self.vectors.mT
+
+
+def _noise_to_signal(g: Tensor, variance: Tensor) -> Tensor:
+    """`σ² / s²` (k,), with s² in units of one over the trace of `UᵀU` of all groups.
+
+    Rows `g` (k, groups, outputs, d) have the square `outputs · s² · trace` on average, and that of
+    noise.
+    """
     square = torch.linalg.vector_norm(g, dim=(1, 2, 3), dtype=torch.float64).square()
     signal = (square - variance * g[0].numel()).maximum(LEAST_SIGNAL * square)
-    # σ² / s², with s² = signal / (outputs · trace); a part that vanishes has nothing to filter.
-    delta = torch.where(signal > 0, variance / signal, 0.0) * g.shape[2] * trace
-    factors = _cholesky(products, delta[:, None].to(g) + _ridge(products, RIDGE))
-    right = u @ g.mT if few else products @ g.mT
-    solution = torch.cholesky_solve(right, factors).mT
-    return solution @ u if few else solution
+    # A part that vanishes has nothing to filter.
+    return torch.where(signal > 0, variance * g.shape[2] / signal, 0.0).to(g)
 
 
 def _ridge(matrices: Tensor, relative: float) -> Tensor:
