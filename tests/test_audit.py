@@ -112,6 +112,22 @@ def test_losses_that_are_not_finite_refute_nothing():
     assert (factors[3:6] != 1).all()
 
 
+def test_losses_that_are_bent_within_a_step_refute_nothing():
+    problem = Problem(5)
+    everything, start = problem.losses, problem.w.clone()
+    along = torch.randn(problem.w.shape, generator=problem.generator)
+
+    def losses(w: torch.Tensor) -> torch.Tensor:
+        found = everything(w)
+        found[:10] += 2e3 * ((w - start) @ along) ** 3
+        return found
+
+    rows = problem.rows.clone()
+    rows[10:13] *= -5
+    audit = check_rows(DenseGradients(rows), losses, problem.w, problem.generator)
+    assert audit.refuted.tolist() == [10, 11, 12]
+
+
 def test_what_rounding_hides_refutes_nothing():
     """A sample that fits perfectly has a loss, and a gradient, below the rounding of its logits."""
     problem = Problem(4)

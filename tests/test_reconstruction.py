@@ -249,6 +249,21 @@ def test_nothing_moves_without_a_cut_without_moments_or_without_inputs():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("kept", [2, 7])
+def test_a_group_of_channels_without_inputs_does_not_stop_the_others(kept):
+    """As a dead channel before a depthwise convolution; by either of the two ways to solve."""
+    a = torch.rand(2, 50, 9)
+    a[0] = 0
+    moments = Moments((a.mT @ a / 50)[:, None], 9, 50)
+    w = torch.arange(1.0, 19.0)
+    support = torch.tensor([i for i in range(18) if i % 9 < kept])
+    found = reconstructed(w, support, [slice(0, 18)], [moments], [1e-3])[0]
+    alone = Moments(moments.mean[1:], 9, 50)
+    wanted = reconstructed(w[9:], support[support >= 9] - 9, [slice(0, 9)], [alone], [1e-3])[0]
+    torch.testing.assert_close(found[9:], wanted)
+    assert torch.equal(found[:kept], w[:kept])
+
+
 def test_few_inputs_are_joined_with_earlier_ones(monkeypatch):
     monkeypatch.setattr(reconstruction, "VECTORS", 100)
     fresh, earlier = (Moments(torch.full((1, 1, 2, 2), v), 2, 60) for v in (1.0, 4.0))

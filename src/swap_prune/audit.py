@@ -19,7 +19,7 @@ that are wrong but the way in which gradients are taken, and no row can be told 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,8 @@ STEP = 0.003
 # A row with so much more error than gradient, in squares, is refuted. The others have to be at
 # least half of the rows and, taken together, to have at most so much.
 REFUTED, MOST_ELSEWHERE = 1.0, 0.1
+# Changes that half a step tells otherwise, by so much of a row's error in squares, refute nothing.
+MOST_BENT = 0.1
 # Gradients below this part of the mean square of all are taken for as large, and so are those that
 # losses can't tell for their rounding: by so much of themselves, or of 1.
 FLOOR, ROUNDING = 1e-3, 2.0**-20
@@ -117,25 +119,41 @@ def check_rows(
     generator: torch.Generator,
 ) -> Audit:
     """Compare rows with losses; arguments as for `correct_rows`."""
-    claimed, found, sums = [], [], []
-    for _ in range(DIRECTIONS):
-        signs = 2 * torch.randint(0, 2, w.shape, generator=generator) - 1
-        direction = w * signs
-        claimed.append((gradients @ direction).double())
-        ahead, behind = losses(w + STEP * direction), losses(w - STEP * direction)
-        found.append((ahead - behind).double() / (2 * STEP))
-        sums.append((ahead + behind).double())
-    claims, truth = torch.stack(claimed), torch.stack(found)
-    rounding = ROUNDING * (1 + torch.stack(sums).abs().amax(0)) / STEP
+    again = torch.Generator().set_state(generator.get_state())
+    directions = torch.Generator().set_state(generator.get_state())
+    claims = torch.stack([(gradients @ d).double() for d in _directions(w, directions)])
+    truth, rounding = _differences(losses, w, generator, STEP)
     # A loss that is not finite a step away says nothing against a row.
     finite = torch.isfinite(truth).all(0)
     error = (claims - truth).square().mean(0)
     signal = truth.square().mean(0)
     floor = FLOOR * signal[finite].mean() + rounding.square()
     refuted = finite & (error > REFUTED * (signal + floor))
+    others = finite & ~refuted
+    if refuted.any():
+        # Nor does one that is so bent that half a step tells another change.
+        bent = (truth - _differences(losses, w, again, STEP / 2)[0]).square().mean(0)
+        refuted &= bent <= MOST_BENT * error
     best = (claims * truth).sum(0) / claims.square().sum(0)
     factors = torch.where(refuted, best.clamp_min(-1.0), torch.ones_like(best))
-    others = finite & ~refuted
     exact = float(error[others].sum()) <= MOST_ELSEWHERE * float((signal + floor)[others].sum())
     single = exact and int(refuted.sum()) <= len(refuted) / 2
     return Audit(factors, single, float(error[finite].sum()))
+
+
+def _directions(w: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
+    """The weights (p,) with random signs, a few times."""
+    for _ in range(DIRECTIONS):
+        yield w * (2 * torch.randint(0, 2, w.shape, generator=generator) - 1)
+
+
+def _differences(
+    losses: Losses, w: Tensor, generator: torch.Generator, step: float
+) -> tuple[Tensor, Tensor]:
+    """How losses change along each direction (directions, n), and what of it is rounding (n,)."""
+    found, sums = [], []
+    for direction in _directions(w, generator):
+        ahead, behind = losses(w + step * direction), losses(w - step * direction)
+        found.append((ahead - behind).double() / (2 * step))
+        sums.append((ahead + behind).double())
+    return torch.stack(found), ROUNDING * (1 + torch.stack(sums).abs().amax(0)) / step

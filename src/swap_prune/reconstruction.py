@@ -188,7 +188,10 @@ def _steps(w: Tensor, kept: Tensor, moments: Moments, dampings: Sequence[float])
 def _inverse(matrices: Tensor) -> Tensor:
     """The inverses (m, size, size); zero where rounding has left none."""
     factors, failed = torch.linalg.cholesky_ex(matrices)
-    return torch.cholesky_inverse(factors).masked_fill(failed[:, None, None] != 0, 0.0)
+    without = failed[:, None, None] != 0
+    # Of what is left of a matrix without factors, an inverse can't even be asked for.
+    factors = torch.where(without, torch.eye(matrices.shape[-1]).to(factors), factors)
+    return torch.cholesky_inverse(factors).masked_fill(without, 0.0)
 
 
 def _solved(
