@@ -7,7 +7,7 @@ passes tell by how much it does:
 
 With `d = s ∘ w`, s random signs, the expected squares are `‖(ĝ - g) ∘ w‖²` of `ĝᵀd - f` and
 `‖g ∘ w‖²` of f: a few directions estimate how large a row's error is beside the gradient. Where it
-is larger, the row is **refuted**, and multiplied by
+is larger, and half of h says the same, the row is **refuted**, and multiplied by
 
     a = Σ f ĝᵀd / Σ (ĝᵀd)²,      at least -1 (and below 1/2, for its error is the larger),
 

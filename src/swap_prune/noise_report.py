@@ -1,8 +1,8 @@
 """How noisy a model's gradients are on given data, and what that says for pruning it.
 
 What is said about the rows of `G` (n × p) is read off their Gram matrix `G Gᵀ` (n × n), but for
-those that losses refute: finding them takes eight forward passes. The rules behind the
-recommendation are those of `recommend`, and no others.
+those that losses refute: finding them takes eight forward passes, sixteen if there seem to be any.
+The rules behind the recommendation are those of `recommend`, and no others.
 """
 
 from __future__ import annotations
