@@ -100,7 +100,7 @@ def assert_equal(first: nn.Module, second: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adam"])
 @pytest.mark.parametrize("build", [convnet, perceptron])
 def test_an_interruption_between_epochs_changes_no_bit(build, optimizer, precision):
     wanted = replace(
@@ -164,7 +164,7 @@ def test_bfloat16_is_for_the_passes_of_both_models_and_for_nothing_else():
 
 @settings(max_examples=10, deadline=None)
 @given(
-    optimizer=st.sampled_from(["sgd", "adam"]),
+    optimizer=st.sampled_from(["sgd", "nesterov", "adam"]),
     learning_rate_schedule=st.sampled_from(["cosine", "constant"]),
     weight_decay=st.sampled_from([0.0, 0.1]),
     density=st.sampled_from([0.3, 1.0]),
@@ -440,6 +440,26 @@ def test_crop_flip_does_both_by_chance():
     assert len({tuple(item.flatten().tolist()) for item in changed}) > 100
 
 
+def test_images_are_flipped_in_every_other_epoch_of_a_period():
+    rising = torch.arange(1.0, 9).expand(200, 3, 8, 8)
+    samples = Samples((rising, torch.zeros(200, dtype=torch.long)))
+    model = convnet()
+    wanted = replace(SETTINGS, augmentation="crop-flip")
+
+    def flipped(number: int) -> list[Tensor]:
+        training = period(model, {}, settings=wanted, samples=samples, period=number)
+        some = torch.arange(0, 200, 2)
+        seen = [training._read(some, epoch)[0] for epoch in range(3)]
+        return [(images.diff(dim=3) == -1).any(dim=(1, 2, 3)) for images in seen]
+
+    first, second, third = flipped(1)
+    assert torch.equal(second, ~first)
+    assert torch.equal(third, first)
+    assert 0.3 < first.float().mean() < 0.7
+    assert torch.equal(flipped(1)[0], first)
+    assert not torch.equal(flipped(2)[0], first)
+
+
 def test_authors_presets():
     mlpnet, resnet = PRESETS["authors-mlpnet"], PRESETS["authors-resnet20"]
     for preset, momentum, decay in ((mlpnet, 0.5, 0.0), (resnet, 0.9, 1e-4)):
@@ -469,7 +489,11 @@ def test_settings_are_named_listed_or_built():
         ({"preset": ["default"]}, r"preset \['default'\] doesn't exist"),
         ({"epochs": 3}, r"field 'epochs' doesn't exist; accepted are preset, epochs_per_stage"),
         (3, r"fine_tuning is of type int"),
-        ({"optimizer": "lbfgs"}, r"optimizer='lbfgs' is unknown; accepted are sgd, adam"),
+        ({"optimizer": "lbfgs"}, r"optimizer='lbfgs' is unknown; accepted are sgd, nesterov, adam"),
+        (
+            {"optimizer": "nesterov", "momentum": 0},
+            r"optimizer='nesterov' needs a momentum above 0; momentum=0 is 'sgd'",
+        ),
         (
             {"learning_rate_schedule": None},
             r"learning_rate_schedule=None is unknown; accepted are cosine, constant",
