@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swap_prune import InputError, data, models, noise_report, prune
-from swap_prune.outliers import largest_usual, limit, spreads
+from swap_prune.outliers import Screen, find, floors, largest_usual, limit, spreads
 from swap_prune.run_directory import RunDirectory
 from swap_prune.stages import Run
 
@@ -23,6 +23,72 @@ def test_an_input_spreads_by_all_of_its_numbers():
     found = spreads({"image": images, "tokens": tokens, "vector": vectors})
     np.testing.assert_allclose(found, together.std(1), rtol=1e-5)
     assert spreads(tokens).tolist() == [0.0] * 5
+
+
+def smooth_images(n: int, channels: int = 3, seed: int = 0) -> torch.Tensor:
+    """Images (n, channels, 16, 16) whose neighbouring numbers have nearly everything in common."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(n, 1, 3, 3, generator=generator)
+    fine = torch.nn.functional.interpolate(coarse, size=16, mode="bicubic")
+    grain = torch.randn(n, channels, 16, 16, generator=generator)
+    return fine.repeat(1, channels, 1, 1) + 0.003 * grain
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 9, 7), (4, 2, 40), (4, 1, 5, 6, 7)])
+def test_the_floor_is_the_emptiest_direction_of_neighbourhoods(shape):
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    windows = np.lib.stride_tricks.sliding_window_view(
+        inputs.numpy(), [2] * (len(shape) - 2), axis=tuple(range(2, len(shape)))
+    )
+    for number, found in enumerate(floors((inputs, torch.ones(4, dtype=torch.long)))):
+        one = np.moveaxis(windows[number], 0, len(shape) - 2)  # places first, then channels
+        one = one.reshape(math.prod(length - 1 for length in shape[2:]), -1)
+        least = np.linalg.svd(one - one.mean(0), compute_uv=False)[-1] / math.sqrt(len(one))
+        assert float(found) == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("deviation", [0.03, 0.1, 0.3])
+def test_white_noise_raises_the_floor_to_its_own_deviation(deviation):
+    torch.manual_seed(0)
+    images = smooth_images(20)
+    assert floors(images).max() < 0.01
+    noisy = floors(images + deviation * torch.randn(images.shape))
+    # The least of twelve variances, estimated from 225 neighbourhoods, is below their mean.
+    assert (noisy > 0.6 * deviation).all()
+    assert (noisy < 1.1 * deviation).all()
+
+
+def test_inputs_without_neighbourhoods_have_no_floor():
+    for inputs in (
+        torch.randn(5, 30),
+        torch.randint(9, (5, 3, 8, 8)),
+        torch.randn(5, 3, 4, 4),  # 9 neighbourhoods of 12 numbers
+        torch.randn(5, 40, 32, 32),  # 160 numbers in one
+        torch.randn(5, 0, 8, 8),
+        torch.randn(5, 3, 1, 1),
+    ):
+        assert floors(inputs).tolist() == [0.0] * 5
+    missing = torch.randn(5, 3, 8, 8)
+    missing[1, 0, 0, 0] = math.nan
+    assert (floors(missing) > 0).tolist() == [True, False, True, True, True]
+
+
+def test_weak_noise_is_found_by_the_floor_and_strong_noise_by_the_spread():
+    torch.manual_seed(0)
+    images, losses = smooth_images(400), torch.rand(400)
+    losses[:100] += 2
+    assert find(images, losses) is None
+    for deviation, measure in ((0.1, "floor"), (6.0, "spread")):
+        noisy = images.clone()
+        noisy[:100] += deviation * torch.randn(100, 3, 16, 16)
+        screen = find(noisy, losses)
+        assert screen is not None
+        assert screen.measure == measure
+        assert not screen.keeps(noisy)[:100].any()
+        assert screen.keeps(noisy)[100:].float().mean() > 0.98
+        # What the model gets right is kept, as noisy as it may be.
+        assert find(noisy, losses.roll(200)) is None
+    assert Screen("spread", 2.0).keeps(torch.tensor([[-1.0, 1], [-3, 3]])).tolist() == [True, False]
 
 
 @settings(max_examples=25)
@@ -160,11 +226,11 @@ def test_what_is_left_out_of_the_users_own_data_is_said():
     broken = images.clone()
     generator = torch.Generator().manual_seed(0)
     broken[::5] += 3 * torch.randn(broken[::5].shape, generator=generator)
-    with pytest.warns(UserWarning, match=r"\d+ of 100 held-out inputs vary far more than"):
+    with pytest.warns(UserWarning, match=r"\d+ of 100 held-out inputs are far noisier than"):
         run(calibration=(broken, labels))
     report = noise_report(models.pretrained("digits"), (broken, labels))
     assert 80 <= report.outlying_inputs <= 120  # a fifth of 500
-    assert f"The inputs of {report.outlying_inputs} samples vary far more" in str(report)
+    assert f"The inputs of {report.outlying_inputs} samples are far noisier" in str(report)
     assert noise_report(models.pretrained("digits"), (images, labels)).outlying_inputs == 0
 
 

@@ -77,8 +77,8 @@ class NoiseReport:
         refuted: rows whose error is larger than the gradient, by finite differences of the losses
             (see `audit`). None for weights in half precision, which is too coarse for them.
         refuted_singly: whether the other rows are exact, so that refuted ones can be corrected.
-        outlying_inputs: samples of a group whose inputs vary far more than the others', and which
-            the model fails on (see `outliers`).
+        outlying_inputs: samples of a group whose inputs are far noisier than the others', and
+            which the model fails on (see `outliers`).
         opposed: share of the rows that point against the mean of the others.
         opposed_weight: the same, every row weighted by its norm.
         agreement: cosine between the mean gradients of two halves of the rows, mean of 20 splits.
@@ -309,9 +309,8 @@ def measure(
 
 def _outlying_inputs(model: nn.Module, batch: Batch, loss: Loss) -> int:
     """How many of these samples would be left out if `prune` held them out."""
-    found = outliers.spreads(batch[0])
-    most = outliers.largest_usual(found, row_losses(model, batch, loss, 1))
-    return 0 if most is None else int((found > most).sum())
+    screen = outliers.find(batch[0], row_losses(model, batch, loss, 1))
+    return 0 if screen is None else int((~screen.keeps(batch[0])).sum())
 
 
 def effective_ranks(gram: Tensor) -> tuple[float | None, float | None]:
@@ -512,7 +511,7 @@ def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
         )
     if report.outlying_inputs:
         reasons.append(
-            f"The inputs of {_count(report.outlying_inputs, 'sample')} vary far more than the "
+            f"The inputs of {_count(report.outlying_inputs, 'sample')} are far noisier than the "
             "others', and the model fails on them: ewr, which leaves such samples out "
             "(screen=False if they are right)."
         )

@@ -110,7 +110,7 @@ def prune(
                 inputs of their layers give away is filtered. And where the model has other outputs
                 while gradients are taken, take the loss's derivative at its own (True for "ewr",
                 False for "lr").
-            screen: leave out samples whose inputs vary far more than the others', if there is a
+            screen: leave out samples whose inputs are far noisier than the others', if there is a
                 group of them on which the unpruned model fails, and draw others for them (True
                 for "ewr" where samples are held out, by which that is found; False for "lr");
                 fine-tuning still sees them.

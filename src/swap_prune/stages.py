@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
@@ -123,7 +123,7 @@ class Run:
         # What pruning fits and chooses by; training and reports keep to the loss itself.
         self.fitted_loss = self.loss
         self.contamination = 0.0
-        self.largest_spread: float | None = None  # of the inputs that are not left out
+        self.screen: outliers.Screen | None = None  # what tells inputs that are left out
         self.left_out_share = 0.0  # of the samples, as those held out at the first stage tell
         self.method = build_method(settings)
         self.has_statistics = bool(batchnorm_statistics.layers(model))
@@ -248,7 +248,7 @@ class Run:
                 "method": method_values,
                 "noise": [noise.describe() for noise in self.noises],
                 "contamination": self.contamination,
-                "largest_spread": self.largest_spread,
+                "screen": None if self.screen is None else asdict(self.screen),
                 "left_out_share": self.left_out_share,
                 "optimizer": values,
             },
@@ -263,7 +263,8 @@ class Run:
             self.method.restore(saved.method, saved.values["method"])
         self.noises = tuple(noise_from(described) for described in saved.values["noise"])
         self._use_contamination(saved.values["contamination"])
-        self.largest_spread = saved.values["largest_spread"]
+        screen = saved.values["screen"]
+        self.screen = None if screen is None else outliers.Screen(**screen)
         self.left_out_share = saved.values["left_out_share"]
         for number in range(1, min(saved.number, stages) + 1):
             if number > 1:
@@ -529,14 +530,13 @@ class Run:
             return
         assert self.held_out is not None
         losses = row_losses(self.model, self.held_out, self.loss, 1)
-        found = outliers.spreads(self.held_out[0])
-        self.largest_spread = outliers.largest_usual(found, losses)
+        self.screen = outliers.find(self.held_out[0], losses)
         self.held_out, self.held_out_indices = self._screened(self.held_out, self.held_out_indices)
-        left_out = len(found) - len(self.held_out_indices)
-        self.left_out_share = left_out / len(found)
+        left_out = len(losses) - len(self.held_out_indices)
+        self.left_out_share = left_out / len(losses)
         if left_out and not self.settings.noise:
             warnings.warn(
-                f"{left_out} of {len(found)} held-out inputs vary far more than the others, and "
+                f"{left_out} of {len(losses)} held-out inputs are far noisier than the others, and "
                 "the model fails on them: samples like these are left out; screen=False keeps them",
                 stacklevel=2,
             )
@@ -545,9 +545,9 @@ class Run:
         self, batch: Batch, indices: Tensor, samples_per_row: int = 1
     ) -> tuple[Batch, Tensor]:
         """The samples that are not left out, in whole rows, and which they are of indices (n,)."""
-        if self.largest_spread is None:
+        if self.screen is None:
             return batch, indices
-        kept = (outliers.spreads(batch[0]) <= self.largest_spread).nonzero()[:, 0]
+        kept = self.screen.keeps(batch[0]).nonzero()[:, 0]
         kept = kept[: len(kept) // samples_per_row * samples_per_row]
         if not len(kept):  # not one whole row of others: better these than none
             return batch, indices
