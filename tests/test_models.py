@@ -2,7 +2,7 @@ import sys
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from importlib.util import find_spec
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from swap_prune import data, models
+from swap_prune import data, models, prune
 from swap_prune.data.imagenet import MEAN, STANDARD_DEVIATION
 from swap_prune.errors import InputError
 from swap_prune.models import efficientnet
@@ -358,3 +358,29 @@ def test_weights_of_a_tied_model_may_have_one_of_their_names(tmp_path):
     models.load_weights(model, tmp_path / "tied.safetensors")
     assert torch.equal(model[1].weight, saved[0].weight)
     assert model[1].weight is model[0].weight
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mlpnet", (1, 28, 28)),
+        ("resnet20", (3, 16, 16)),
+        ("efficientnet-lite0", (3, 32, 32)),
+        ("mobilenetv1", (3, 32, 32)),
+    ],
+)
+def test_every_network_of_the_tables_can_be_pruned_by_ewr(name, shape):
+    torch.manual_seed(0)
+    model = models.build(name)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    with torch.no_grad():
+        for norm in norms[:3]:  # trained networks have dead channels
+            norm.weight[:2] = 0
+            norm.bias[:2] = 0
+    images, labels = torch.randn(40, *shape), torch.randint(10, (40,))
+    result = prune(
+        model, (images, labels), sparsity=0.7, method="ewr", stages=2, correcting=1,
+        samples=8, held_out=12, include=models.PRUNABLE.get(name),
+    )  # fmt: skip
+    assert result.sparsity == pytest.approx(0.7, abs=1e-3)
+    assert isfinite(result.history[-1]["held_out_loss"])
