@@ -22,7 +22,6 @@ from benchmarks.robustness import NOISES
 from swap_prune import audit, filtering, models, noise, prune, residuals, select_weights
 from swap_prune.evaluation import cross_entropy
 from swap_prune.gradients import DenseGradients, gradient_rows
-from swap_prune.stages import COMPARED_SAMPLES
 
 # Those that make a row another than the gradient of its sample's loss.
 KINDS = ("clean", "gradient-entries", "gradient-rows", "analog", "adversarial")
@@ -70,7 +69,7 @@ def measure(
         return gradient_rows(model, weights, *batch, cross_entropy).rows()
 
     def rows_by_own_outputs(noisy: Tensor) -> Tensor:
-        seen = residuals.outputs(model, batch[0][:COMPARED_SAMPLES])
+        seen = residuals.outputs(model, batch[0][: residuals.COMPARED_SAMPLES])
         with weights.kept(model):
             weights.write(model, w)
             own = residuals.by_own_outputs(model, seen, batch, cross_entropy, 1, weights.size)

@@ -21,6 +21,9 @@ from swap_prune.errors import InputError
 from swap_prune.evaluation import outputs_of
 from swap_prune.gradients.rows import Loss
 
+# Samples whose outputs tell whether gradients are taken with the model's own weights: others change
+# those of every sample.
+COMPARED_SAMPLES = 10
 # The same weights make the same outputs, but for rounding: others differ by more than this part of
 # the root mean square.
 DIFFERENT = 1e-3

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
-from swap_prune import audit, filtering, outliers, reconstruction, residuals, training
+from swap_prune import audit, outliers, reconstruction, residuals, training
 from swap_prune import batchnorm as batchnorm_statistics
 from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
@@ -35,7 +35,7 @@ from swap_prune.evaluation import (
     outputs_of,
     row_losses,
 )
-from swap_prune.gradients import DenseGradients, GradientOperator, gradient_rows
+from swap_prune.gradients import GradientOperator, gradient_rows
 from swap_prune.gradients.rows import Loss, blame_sample
 from swap_prune.methods import (
     CombinatorialBrainSurgeon,
@@ -61,13 +61,6 @@ BASELINES: dict[str, type[Method]] = {
 }
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
-# Rows of a stage that are checked first: with a quarter of them wrong, one is found by all odds.
-AUDITED_ROWS = 50
-# Of these, those whose layers' inputs are looked at: a product of matrices for each and layer.
-INPUTS_OF_EVERY = 3
-# Samples whose outputs tell whether gradients are taken with the model's own weights: others change
-# those of every sample.
-COMPARED_SAMPLES = 10
 # Samples that BatchNorm's statistics are taken of.
 STATISTICS_SAMPLES = 1000
 # Seeds of the steps of runs with neighbouring seeds must not meet.
@@ -323,14 +316,50 @@ class Run:
         where = f"stage {number}/{stages}, sparsity {sparsities[-1]:.3f}"
         start = time.perf_counter()
         w_bar = self.weights.read(self.model)
-        batch = gradients = own = None
-        checked: dict[str, int] = {}
+        # The noise of samples, of weights and of rows is drawn from it in this order.
+        generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+        batch, indices, seen = self._draw(number, generator)
+        gradients: GradientOperator | None = None
+        checked: dict[str, Any] = {}
+        if self.method.needs_gradients and batch is not None:
+            gradients, checked = self._checked_gradients(
+                batch, indices, w_bar, number, where, generator
+            )
+        else:
+            self.bar.update(self._stage_samples())
+        self.seconds["gradients"] += time.perf_counter() - start
+
+        start = time.perf_counter()
+        chosen = self._solve(gradients, batch, w_bar, stages, sparsities, where)
+        self.seconds["solve"] += time.perf_counter() - start
+        line = {"stage": number, **chosen, **checked, **seen}
+        if self.test_data is not None:
+            self.bar.set_description(f"{where}: testing")
+            score = evaluate(self.model, self.test_data, self.given_loss)
+            line |= {f"test_{name}": getattr(score, name) for name in ("loss", "top1", "top5")}
+        if self.epochs_per_stage:
+            period = self._period(self.model, self.epochs_per_stage, number, None)
+            for epoch in range(self.epochs_per_stage):
+                line["training_loss"] = self._train(period, epoch, where)
+        return line | self._measure()
+
+    def _draw(
+        self, number: int, generator: torch.Generator
+    ) -> tuple[Batch | None, Tensor, dict[str, Any]]:
+        """The samples of a stage, with their noise and without what is screened out.
+
+        Those held out are drawn too, and tell, at the first stage, what is wrong with the others.
+
+        Returns:
+            The batch (None if the stage needs none), its indices (n,), and what is known of it.
+        """
+        batch, indices = None, torch.empty(0, dtype=torch.long)
+        seen: dict[str, Any] = {}
         if number > 1:
             self.stream.hold_out()
         if self._draws():
             batch, indices = self.stream.draw(self._drawn_samples(number))
             check_task(self.model, batch, self.given_loss, indices)
-            generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             if number == 1 and self.noises:
                 self._calibrate_noise(batch, indices, generator)
             batch = self._noisy(batch, generator)
@@ -338,45 +367,73 @@ class Run:
         if number == 1:
             self._use_screen()
             self._use_contamination(self._estimate_contamination())
+            if self.settings.contamination != 0:
+                seen["contamination"] = self.contamination
+            if self.noises:
+                seen["noise"] = [noise.describe() for noise in self.noises]
         else:
             self._check_held_out()
         if batch is not None:
             drawn = len(indices)
             batch, indices = self._screened(batch, indices, self.settings.samples_per_row or 1)
-            left_out = drawn - len(indices)
+            if self.settings.screen:
+                seen["left_out_samples"] = drawn - len(indices)
             batch, indices = tree_map(lambda leaf: leaf[: self._stage_samples()], (batch, indices))
-            if self.method.needs_gradients:
-                self.bar.update(self._stage_samples() - len(indices))
-        if self.method.needs_gradients and batch is not None:
-            self.bar.set_description(f"{where}: gradients")
-            with ExitStack() as noisy:
-                for noise in self.noises:
-                    noisy.enter_context(noise.weights(self.model, self.weights, generator))
-                own = self._by_own_outputs(batch, w_bar) if self.settings.audit else None
-                gradients = self._gradients(
-                    own or batch,
-                    residuals.linear_loss if own else self.fitted_loss,
-                    indices,
-                    self.bar.update,
-                )
-            if number == 1 and not gradients.rows().any():
-                warnings.warn(
-                    "all gradients are zero, so that there are only magnitudes to go by: does the "
-                    "loss depend on the weights, without no_grad or detach on the way?",
-                    stacklevel=2,
-                )
-            for noise in self.noises:
-                noise.rows(gradients.rows(), generator)
-            if self.settings.audit:
-                self.bar.set_description(f"{where}: checking gradients")
-                checked = self._audit(gradients, batch, w_bar, generator)
-                self._warn_of(checked, len(gradients.rows()), number)
-        else:
-            self.bar.update(self._stage_samples())
-        self.seconds["gradients"] += time.perf_counter() - start
+        return batch, indices, seen
 
+    def _checked_gradients(
+        self,
+        batch: Batch,
+        indices: Tensor,
+        w_bar: Tensor,
+        number: int,
+        where: str,
+        generator: torch.Generator,
+    ) -> tuple[GradientOperator, dict[str, Any]]:
+        """The gradients of a batch at `w_bar` (p,), with their noise, and what the audit found."""
+        self.bar.update(self._stage_samples() - len(indices))
+        self.bar.set_description(f"{where}: gradients")
+        with ExitStack() as noisy:
+            for noise in self.noises:
+                noisy.enter_context(noise.weights(self.model, self.weights, generator))
+            own = self._by_own_outputs(batch, w_bar) if self.settings.audit else None
+            gradients = self._gradients(
+                own or batch,
+                residuals.linear_loss if own else self.fitted_loss,
+                indices,
+                self.bar.update,
+            )
+        if number == 1 and not gradients.rows().any():
+            warnings.warn(
+                "all gradients are zero, so that there are only magnitudes to go by: does the "
+                "loss depend on the weights, without no_grad or detach on the way?",
+                stacklevel=2,
+            )
+        for noise in self.noises:
+            noise.rows(gradients.rows(), generator)
+        if not self.settings.audit:
+            return gradients, {}
+        self.bar.set_description(f"{where}: checking gradients")
+        m = self.settings.samples_per_row or 1
+        # The generator that made the noise: a twin of it would draw the rows that it was put on.
+        mended = audit.mend_rows(
+            self.model, self.weights, gradients, batch, self.fitted_loss, m, w_bar, generator
+        )
+        self._warn_of(mended, len(gradients.rows()), number)
+        return gradients, mended if own is None else mended | {"own_residuals": True}
+
+    def _solve(
+        self,
+        gradients: GradientOperator | None,
+        batch: Batch | None,
+        w_bar: Tensor,
+        stages: int,
+        sparsities: list[float],
+        where: str,
+    ) -> dict[str, Any]:
+        """Prune the model, from `w_bar` (p,), to the last of the sparsities; what was chosen."""
+        number = len(sparsities)
         self.bar.set_description(f"{where}: solving")
-        start_solve = time.perf_counter()
         inputs = None if batch is None else batch[0]
         stage = Stage(
             gradients=gradients,
@@ -397,27 +454,9 @@ class Run:
         self.weights.write(self.model, w)
         if self.held_out is not None and "held_out_loss" not in chosen:
             chosen["held_out_loss"] = float(self._current_losses().mean())
-        if batch is not None and self._statistics_wanted():
-            chosen |= self._reestimate(batch[0])
-        self.seconds["solve"] += time.perf_counter() - start_solve
-        line = {"stage": number, **chosen, **checked}
-        if own is not None:
-            line["own_residuals"] = True
-        if number == 1 and self.settings.contamination != 0:
-            line["contamination"] = self.contamination
-        if batch is not None and self.settings.screen:
-            line["left_out_samples"] = left_out
-        if number == 1 and self.noises:
-            line["noise"] = [noise.describe() for noise in self.noises]
-        if self.test_data is not None:
-            self.bar.set_description(f"{where}: testing")
-            score = evaluate(self.model, self.test_data, self.given_loss)
-            line |= {f"test_{name}": getattr(score, name) for name in ("loss", "top1", "top5")}
-        if self.epochs_per_stage:
-            period = self._period(self.model, self.epochs_per_stage, number, None)
-            for epoch in range(self.epochs_per_stage):
-                line["training_loss"] = self._train(period, epoch, where)
-        return line | self._measure()
+        if inputs is not None and self._statistics_wanted():
+            chosen |= self._reestimate(inputs)
+        return chosen
 
     def _epoch(self, period: training.Period, epoch: int) -> dict[str, Any]:
         """Train an epoch after the last stage; a line of the history."""
@@ -569,7 +608,7 @@ class Run:
 
     def _by_own_outputs(self, batch: Batch, w_bar: Tensor) -> Batch | None:
         """The batch with residuals as targets, if the model has other outputs than by `w_bar`."""
-        few = tree_map(lambda leaf: leaf[:COMPARED_SAMPLES], batch[0])
+        few = tree_map(lambda leaf: leaf[: residuals.COMPARED_SAMPLES], batch[0])
         seen = residuals.outputs(self.model, few)
         m = self.settings.samples_per_row or 1
         with self.weights.kept(self.model):
@@ -610,52 +649,6 @@ class Run:
         # Not the stage's own seed: its noise was drawn by that.
         generator = torch.Generator().manual_seed(self._seed(SEED_STRIDE // 2 + number))
         return reconstruction.input_moments(self.model, self.weights, few, generator)
-
-    def _audit(
-        self,
-        gradients: GradientOperator,
-        batch: Batch,
-        w_bar: Tensor,
-        generator: torch.Generator,
-    ) -> dict[str, int]:
-        """Filter rows that their layers' inputs show to be noisy, and correct what losses refute.
-
-        All of them only if there are any among a few; how many it were. The generator is the one
-        that made the stage's noise: rows drawn from a twin of it would be those that the noise was
-        put on.
-        """
-        if not audit.possible(self.model, self.weights):
-            return {"filtered_rows": 0, "corrected_rows": 0}
-        n, m = gradients.shape[0], self.settings.samples_per_row or 1
-
-        def losses_of(samples: Batch) -> audit.Losses:
-            return audit.losses_by_weights(self.model, self.weights, samples, self.fitted_loss, m)
-
-        def samples_of(samples: Any, rows: Tensor) -> Any:
-            numbers = (rows[:, None] * m + torch.arange(m)).flatten()
-            return tree_map(lambda leaf: leaf[numbers], samples)
-
-        def filtered(inputs: Any, rows: Tensor) -> int:
-            self.weights.write(self.model, w_bar)
-            return filtering.filter_rows(self.model, self.weights, inputs, rows, m)
-
-        noisy = corrected = 0
-        with self.weights.kept(self.model):
-            few = torch.randperm(n, generator=generator)[:AUDITED_ROWS].sort().values
-            some = samples_of(batch, few)
-            rows = gradients.rows()[few]
-            twin = torch.Generator().set_state(generator.get_state())
-            found = audit.check_rows(DenseGradients(rows), losses_of(some), w_bar, generator)
-            fewer = torch.arange(0, len(few), INPUTS_OF_EVERY)
-            if filtered(samples_of(some[0], fewer), rows[fewer]):
-                filtered(some[0], rows)
-                better = audit.check_rows(DenseGradients(rows), losses_of(some), w_bar, twin)
-                # Not if the weights are used elsewhere, too, where no layer's inputs tell of it.
-                if better.error < found.error:
-                    found, noisy = better, filtered(batch[0], gradients.rows())
-            if found.single and len(found.refuted):
-                corrected = audit.correct_rows(gradients, losses_of(batch), w_bar, generator)
-        return {"filtered_rows": noisy, "corrected_rows": corrected}
 
     def _warn_of(self, checked: dict[str, int], rows: int, number: int) -> None:
         """Tell of rows that were not what they should be, the first time, unless it was wanted."""
