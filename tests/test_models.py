@@ -369,7 +369,7 @@ def test_weights_of_a_tied_model_may_have_one_of_their_names(tmp_path):
         ("mobilenetv1", (3, 32, 32)),
     ],
 )
-def test_every_network_of_the_tables_can_be_pruned_by_ewr(name, shape):
+def test_networks_with_dead_channels_are_pruned_by_ewr(name, shape):
     torch.manual_seed(0)
     model = models.build(name)
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swap_prune import InputError, data, models, noise_report, prune
+from swap_prune import InputError, data, models, noise_report, outliers, prune
 from swap_prune.outliers import Screen, find, floors, largest_usual, limit, spreads
 from swap_prune.run_directory import RunDirectory
 from swap_prune.stages import Run
@@ -89,6 +89,49 @@ def test_weak_noise_is_found_by_the_floor_and_strong_noise_by_the_spread():
         # What the model gets right is kept, as noisy as it may be.
         assert find(noisy, losses.roll(200)) is None
     assert Screen("spread", 2.0).keeps(torch.tensor([[-1.0, 1], [-3, 3]])).tolist() == [True, False]
+
+
+def test_noise_of_many_strengths_is_found_by_the_measure_that_sees_more():
+    torch.manual_seed(0)
+    images, losses = smooth_images(400), torch.rand(400)
+    losses[:100] += 2
+    strengths = torch.empty(100, 1, 1, 1).uniform_(-1.6, 1.4).exp()
+    images[:100] += strengths * torch.randn(100, 3, 16, 16)
+    assert largest_usual(spreads(images), losses) is not None
+    screen = find(images, losses)
+    assert screen is not None
+    assert screen.measure == "floor"
+    assert (~screen.keeps(images)).tolist() == [True] * 100 + [False] * 300
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gray_pictures_in_three_channels_have_no_noise_but_rounding(dtype):
+    torch.manual_seed(0)
+    gray = smooth_images(200, channels=1).repeat(1, 3, 1, 1)
+    tinted, losses = gray.clone(), torch.rand(200)
+    tinted[:50] *= torch.tensor([1.1, 1.0, 0.9]).view(3, 1, 1)
+    losses[:50] += 2
+    assert find(tinted.to(dtype), losses) is None
+    noisy = gray.clone()
+    noisy[:50] += 0.1 * torch.randn(50, 3, 16, 16)
+    screen = find(noisy.to(dtype), losses)
+    assert screen is not None
+    assert (~screen.keeps(noisy.to(dtype))).tolist() == [True] * 50 + [False] * 150
+
+
+def test_missing_numbers_have_no_say_and_their_samples_stay():
+    torch.manual_seed(0)
+    vectors, losses = torch.randn(200, 30), torch.rand(200)
+    vectors[:50] *= 10
+    losses[:50] += 2
+    whole = find(vectors, losses)
+    assert whole is not None
+    vectors[150, 3] = math.nan
+    screen = find(vectors, losses)
+    assert screen is not None
+    assert screen.most == pytest.approx(whole.most, rel=0.1)
+    assert (~screen.keeps(vectors)).tolist() == [True] * 50 + [False] * 150
+    assert find(torch.full((9, 4), math.nan), torch.rand(9)) is None
 
 
 @settings(max_examples=25)
@@ -203,9 +246,11 @@ def test_others_are_drawn_for_those_left_out(monkeypatch):
     assert taken[-2:] == [180 - line["left_out_samples"] for line in few[1:]]
 
 
-@pytest.mark.parametrize("saved", [1, 2])
-def test_a_resumed_run_leaves_out_the_same(tmp_path, monkeypatch, saved):
+@pytest.mark.parametrize(("saved", "measure"), [(1, "spread"), (2, "floor")])
+def test_a_resumed_run_leaves_out_the_same(tmp_path, monkeypatch, saved, measure):
+    monkeypatch.setattr(outliers, "MEASURES", {measure: outliers.MEASURES[measure]})
     whole, save = run(noise=LOUD), RunDirectory.save_step
+    assert all(line["left_out_samples"] for line in whole.history)
 
     def save_first(directory, step):
         if step.number > saved:

@@ -121,6 +121,14 @@ def test_another_configuration_is_refused_and_the_run_stays(tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+def test_what_an_older_version_saved_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("swap_prune.stages.FORMAT", 1)
+        run(tmp_path, fine_tuning=None, stages=2)
+    with pytest.raises(InputError, match=r"another configuration: format is 1 there and 2 here"):
+        run(tmp_path, fine_tuning=None, stages=2)
+
+
 def test_another_model_is_refused(tmp_path):
     run(tmp_path, fine_tuning=None, stages=2)
     other = models.build("digits")

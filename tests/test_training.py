@@ -440,7 +440,46 @@ def test_crop_flip_does_both_by_chance():
     assert len({tuple(item.flatten().tolist()) for item in changed}) > 100
 
 
-def test_images_are_flipped_in_every_other_epoch_of_a_period():
+def test_every_image_of_an_epoch_is_flipped_in_the_next(monkeypatch):
+    samples, seen = images(), []
+
+    def watched(x: Tensor, flipped: Tensor) -> Tensor:
+        # By a number of its own: the order of an epoch is drawn.
+        seen[-1] |= dict(zip(x[:, 0, 0, 0].tolist(), flipped.tolist(), strict=True))
+        return x
+
+    monkeypatch.setattr("swap_prune.training.crop_flip", watched)
+    model = convnet()
+    wanted = replace(SETTINGS, augmentation="crop-flip")
+    training = period(model, {}, settings=wanted, samples=samples)
+    for epoch in range(3):
+        seen.append({})
+        training.run_epoch(epoch)
+    first, second, third = seen
+    assert len(first) == len(samples)
+    assert first == third == {image: not flipped for image, flipped in second.items()}
+
+
+def test_nesterov_looks_ahead():
+    model = perceptron()
+    wanted = replace(
+        SETTINGS, optimizer="nesterov", momentum=0.5, weight_decay=0.0, batch_size=65,
+        learning_rate_schedule="constant",
+    )  # fmt: skip
+    before = values_of(model)
+    reference = copy.deepcopy(model).train()
+    inputs, targets = images().read(torch.arange(65))
+    cross_entropy(reference(inputs), targets).backward()
+    period(model, {}, settings=wanted).run_epoch(0)
+    for name, parameter in reference.named_parameters():
+        # The first step: the velocity is the gradient, and half of it is the look ahead.
+        step = SETTINGS.learning_rate * 1.5 * parameter.grad
+        torch.testing.assert_close(
+            model.get_parameter(name).detach(), before[name] - step, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_which_images_are_flipped_first_is_drawn_for_every_period():
     rising = torch.arange(1.0, 9).expand(200, 3, 8, 8)
     samples = Samples((rising, torch.zeros(200, dtype=torch.long)))
     model = convnet()

@@ -53,10 +53,10 @@ def spreads(inputs: Any) -> Tensor:
 
 
 def floors(inputs: Any) -> Tensor:
-    """The noise floor (samples,) in float64 of each input.
+    """The noise floor (samples,) in float64 of each input (channels, ...).
 
-    A neighbourhood has two neighbours along every dimension of an input (channels, ...) but the
-    first, in all channels: 12 numbers of a picture in colour. The floor is the square root of the
+    A neighbourhood has two neighbours along every dimension but the channels', in all channels: 12
+    numbers of a picture in colour. The floor is the square root of the
     smallest eigenvalue of the covariance of an input's own neighbourhoods, which is the variance of
     noise that is alike in all numbers, on top of what the input has in its emptiest direction
     (Pyatykh et al. 2013). Inputs without such dimensions or too small for it have no part in it.
@@ -75,14 +75,18 @@ def floors(inputs: Any) -> Tensor:
             covariances = _covariances(leaf[few])
             # Numbers that are missing (NaN) are the model's to deal with.
             covariances[~covariances.isfinite().all(dim=(1, 2))] = 0
-            found[few] += torch.linalg.eigvalsh(covariances)[:, 0].clamp(min=0)
+            variances = covariances.diagonal(dim1=1, dim2=2).mean(1)
+            # Rounding is noise, too: gray pictures in three equal channels have no other.
+            rounding = torch.finfo(leaf.dtype).eps ** 2 * variances
+            found[few] += torch.linalg.eigvalsh(covariances)[:, 0].maximum(rounding)
     return found.sqrt()
 
 
 def _covariances(inputs: Tensor) -> Tensor:
     """The covariances (n, d, d) of the neighbourhoods of inputs (n, channels, ...)."""
     shifts = product((slice(None, -1), slice(1, None)), repeat=inputs.ndim - 2)
-    shifted = torch.cat([inputs.double()[:, :, *shift] for shift in shifts], 1).flatten(2)
+    exact = inputs.double()
+    shifted = torch.cat([exact[:, :, *shift] for shift in shifts], 1).flatten(2)
     shifted -= shifted.mean(2, keepdim=True)
     return shifted @ shifted.mT / shifted.shape[2]
 
@@ -103,22 +107,25 @@ class Screen:
     most: float
 
     def keeps(self, inputs: Any) -> Tensor:
-        """Whether each sample (n,) is none of those left out."""
-        return MEASURES[self.measure](inputs) <= self.most
+        """Whether each sample (n,) is none of those left out; one that can't be measured is not."""
+        return ~(MEASURES[self.measure](inputs) > self.most)
 
 
 def find(inputs: Any, losses: Tensor) -> Screen | None:
-    """The first measure by which some samples are to be left out; None where there is none.
+    """What tells samples that are to be left out; None where there are none.
 
     Args:
         inputs: of some samples, samples first.
         losses: of the same samples by the unpruned model (n,).
     """
+    screens = []
     for name, measure in MEASURES.items():
-        most = largest_usual(measure(inputs), losses)
+        values = measure(inputs)
+        most = largest_usual(values, losses)
         if most is not None:
-            return Screen(name, most)
-    return None
+            screens.append((int((values > most).sum()), Screen(name, most)))
+    # Where noise is strong in some samples and weak in others, one measure sees more of it.
+    return max(screens, key=lambda found: found[0])[1] if screens else None
 
 
 def limit(values: Tensor, deviations: float = ALONE) -> float:
@@ -135,9 +142,13 @@ def largest_usual(values: Tensor, losses: Tensor) -> float | None:
     """The value above which samples are to be left out; None where none are.
 
     Args:
-        values: of some samples' inputs by a measure (n,).
+        values: of some samples' inputs by a measure (n,); what is not finite has no say.
         losses: of the same samples by the unpruned model (n,).
     """
+    finite = values.isfinite()
+    values, losses = values[finite], losses[finite]
+    if not len(values):
+        return None
     # A large group of outliers moves the median and its deviation. So from the lower half on, in
     # which there are none, the usual ones grow until those above their limit stay the same.
     most = float(values.quantile(0.5))

@@ -59,6 +59,9 @@ BASELINES: dict[str, type[Method]] = {
     "wf": WoodFisher,
     "cbs": CombinatorialBrainSurgeon,
 }
+# What the steps of a run directory hold and mean; another number for every change of it, so that
+# no run goes on from what an older version has saved.
+FORMAT = 2
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
 # Samples that BatchNorm's statistics are taken of.
@@ -165,6 +168,7 @@ class Run:
         # Random transforms may differ from process to process, if torch's seed is not theirs.
         fixed = _fingerprint(inputs) == _fingerprint(self._some_samples(source)[0])
         return {
+            "format": FORMAT,
             "settings": settings_of.describe(self.settings),
             "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
             # To three digits, for the number of threads may be another.

@@ -212,7 +212,7 @@ class Period:
         self.optimizer = _optimizer(settings, list(self.parameters.values()))
         self.steps = len(_batches(indices, settings.batch_size))
         self.total_steps = epochs * self.steps
-        with self._seeded(()):
+        with self._seeded(0):
             # By sample: whether it is the first epoch in which "crop-flip" flips it, or the second.
             self.flipped_first = torch.rand(len(samples)) < 0.5
         inputs = to_device(samples.read(indices[:1]), self.device)[0]
@@ -232,7 +232,7 @@ class Period:
             InputError: the model or the loss fails on a batch.
             DivergedError: the loss or a weight is not finite any more.
         """
-        with self._seeded((epoch,)), self._training_state():
+        with self._seeded(epoch), self._training_state():
             order = self.indices[torch.randperm(len(self.indices))]
             total = 0.0
             for number, batch in enumerate(_batches(order, self.settings.batch_size)):
@@ -259,7 +259,7 @@ class Period:
         Raises:
             InputError: the model, the data and the settings do not go together.
         """
-        with self._seeded((0,)), self._training_state():
+        with self._seeded(0), self._training_state():
             # The last step, for it is the one that may be a sharp one.
             batch = _batches(self.indices, self.settings.batch_size)[0]
             self._step(batch, 0, self.total_steps - 1)
@@ -404,9 +404,9 @@ class Period:
         return self.settings.learning_rate * (1 + math.cos(math.pi * step / self.total_steps)) / 2
 
     @contextmanager
-    def _seeded(self, numbers: tuple[int, ...]) -> Iterator[None]:
-        """Torch's random numbers from (seed, period, *numbers); the caller's own are untouched."""
-        sequence = np.random.SeedSequence((self.seed, self.period, *numbers))
+    def _seeded(self, epoch: int) -> Iterator[None]:
+        """Torch's random numbers from (seed, period, epoch); the caller's own are untouched."""
+        sequence = np.random.SeedSequence((self.seed, self.period, epoch))
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
             yield
