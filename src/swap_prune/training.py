@@ -35,7 +35,7 @@ class FineTuning:
     Attributes:
         epochs_per_stage: epochs after every stage of pruning.
         epochs_after: epochs after the last stage.
-        optimizer: "sgd", "nesterov" (SGD with Nesterov's momentum) or "adam".
+        optimizer: "sgd" or "adam".
         learning_rate: at the start of a period (the epochs after one stage).
         momentum: of SGD; Adam's first beta.
         weight_decay: the L2 penalty of every trained parameter.
@@ -49,7 +49,7 @@ class FineTuning:
             period's steps: gradients are taken where a step of this length has raised the loss
             most, which costs a second forward and backward pass; 0 for none.
         augmentation: "none", or "crop-flip" of images (samples, channels, height, width): a shift
-            of up to 4 pixels and, in every other epoch, a horizontal flip.
+            of up to 4 pixels and, half of the time, a horizontal flip.
         precision: "float32", or "bfloat16" for the models' forward and backward passes (torch's
             autocast; weights, loss and optimiser stay as they are), or "auto": bfloat16 where the
             processor has instructions for it, which `machine.fastest_precision` decides.
@@ -133,7 +133,7 @@ def _from_mapping(given: Mapping[str, Any]) -> FineTuning:
 def check(settings: FineTuning) -> None:
     """Raise an InputError for a value that no training can use."""
     for name, accepted in (
-        ("optimizer", ("sgd", "nesterov", "adam")),
+        ("optimizer", ("sgd", "adam")),
         ("learning_rate_schedule", ("cosine", "constant")),
         ("augmentation", ("none", "crop-flip")),
         ("precision", ("float32", "bfloat16", "auto")),
@@ -158,8 +158,6 @@ def check(settings: FineTuning) -> None:
         numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not numeric or not accepts(value):
             raise InputError(f"{name}={value!r} must be {described}")
-    if settings.optimizer == "nesterov" and settings.momentum == 0:
-        raise InputError("optimizer='nesterov' needs a momentum above 0; momentum=0 is 'sgd'")
 
 
 class Period:
@@ -212,9 +210,6 @@ class Period:
         self.optimizer = _optimizer(settings, list(self.parameters.values()))
         self.steps = len(_batches(indices, settings.batch_size))
         self.total_steps = epochs * self.steps
-        with self._seeded(0):
-            # By sample: whether it is the first epoch in which "crop-flip" flips it, or the second.
-            self.flipped_first = torch.rand(len(samples)) < 0.5
         inputs = to_device(samples.read(indices[:1]), self.device)[0]
         self.memory_format = fastest_format(model, inputs)
 
@@ -236,7 +231,7 @@ class Period:
             order = self.indices[torch.randperm(len(self.indices))]
             total = 0.0
             for number, batch in enumerate(_batches(order, self.settings.batch_size)):
-                value = self._step(batch, epoch, epoch * self.steps + number)
+                value = self._step(batch, epoch * self.steps + number)
                 if not math.isfinite(value):
                     raise self._diverged(epoch, f"the loss is {value}")
                 total += value * len(batch)
@@ -262,7 +257,7 @@ class Period:
         with self._seeded(0), self._training_state():
             # The last step, for it is the one that may be a sharp one.
             batch = _batches(self.indices, self.settings.batch_size)[0]
-            self._step(batch, 0, self.total_steps - 1)
+            self._step(batch, self.total_steps - 1)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of the optimiser's tensors, and values for JSON: what `restore` needs."""
@@ -299,9 +294,9 @@ class Period:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": restored, "param_groups": groups})
 
-    def _step(self, indices: Tensor, epoch: int, step: int) -> float:
+    def _step(self, indices: Tensor, step: int) -> float:
         """One step of the optimiser on the samples `indices` (b,); the loss before it."""
-        inputs, targets = self._read(indices, epoch)
+        inputs, targets = self._read(indices)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         try:
@@ -373,12 +368,10 @@ class Period:
                 return str(found)
         return reason(error)
 
-    def _read(self, indices: Tensor, epoch: int) -> tuple[Any, Any]:
+    def _read(self, indices: Tensor) -> tuple[Any, Any]:
         inputs, targets = to_device(self.samples.read(indices), self.device)
         if self.settings.augmentation == "crop-flip":
-            # By turns from a first that is drawn: two epochs then show both sides of every image,
-            # where chance would show one side twice of every other (Jordan 2024).
-            inputs = crop_flip(inputs, self.flipped_first[indices] ^ bool(epoch % 2))
+            inputs = crop_flip(inputs)
         return formatted(inputs, self.memory_format), targets
 
     def _soft_labels(self, inputs: Any) -> Tensor:
@@ -441,16 +434,12 @@ class Period:
             tensor.data = formatted(tensor.data, memory_format)
 
 
-def crop_flip(images: Any, flipped: Tensor | None = None) -> Tensor:
-    """Images (samples, channels, height, width), each shifted by chance, and flipped or not.
+def crop_flip(images: Any) -> Tensor:
+    """Images (samples, channels, height, width), each shifted and, by chance, flipped.
 
     What comes in where an image is shifted away is each channel's darkest value of the batch:
     black, as where photographs are shifted before they are normalised. Zeros would be gray, which
     a network trained in that order does not know (docs/choices.md). Random numbers are torch's own.
-
-    Args:
-        images: (samples, channels, height, width).
-        flipped: (samples,), True for those to be flipped; half of them by chance if not given.
 
     Raises:
         InputError: the inputs are no such tensor.
@@ -463,9 +452,7 @@ def crop_flip(images: Any, flipped: Tensor | None = None) -> Tensor:
         )
     count, _, height, width = images.shape
     down, right = torch.randint(0, 2 * SHIFT + 1, (2, count, 1), device=images.device)
-    if flipped is None:
-        flipped = torch.randint(0, 2, (count,)).bool()
-    flipped = flipped.to(images.device)[:, None]
+    flipped = torch.randint(0, 2, (count, 1), device=images.device).bool()
     rows = torch.arange(height, device=images.device) + down
     columns = torch.arange(width, device=images.device)
     columns = torch.where(flipped, width - 1 - columns, columns) + right
@@ -497,10 +484,7 @@ def _optimizer(settings: FineTuning, parameters: list[nn.Parameter]) -> torch.op
     if settings.optimizer == "adam":
         betas = (settings.momentum, 0.999)
         return torch.optim.Adam(parameters, rate, betas, weight_decay=decay)
-    nesterov = settings.optimizer == "nesterov"
-    return torch.optim.SGD(
-        parameters, rate, settings.momentum, weight_decay=decay, nesterov=nesterov
-    )
+    return torch.optim.SGD(parameters, rate, settings.momentum, weight_decay=decay)
 
 
 def _batches(order: Tensor, size: int) -> list[Tensor]:
