@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gaussian closed form": {"coupling": "gaussian"},
     "iht selection": {"selection": "iht"},
     "no first-order term": {"first_order": 0.0},
+    "no memory": {"memory": 0},
     "no blocks": {"block_size": 0},
     "no layers' outputs": {"reconstruction": False},
     "the paper's metric": {"metric": 0.0},
