@@ -56,10 +56,10 @@ def floors(inputs: Any) -> Tensor:
     """The noise floor (samples,) in float64 of each input (channels, ...).
 
     A neighbourhood has two neighbours along every dimension but the channels', in all channels: 12
-    numbers of a picture in colour. The floor is the square root of the
-    smallest eigenvalue of the covariance of an input's own neighbourhoods, which is the variance of
-    noise that is alike in all numbers, on top of what the input has in its emptiest direction
-    (Pyatykh et al. 2013). Inputs without such dimensions or too small for it have no part in it.
+    numbers of a picture in colour. The floor is the square root of the smallest eigenvalue of the
+    covariance of an input's own neighbourhoods, which is the variance of noise that is alike in all
+    numbers, on top of what the input has in its emptiest direction (Pyatykh et al. 2013). Inputs
+    without such dimensions or too small for it have no part in it.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     found = torch.zeros(len(leaves[0]), dtype=torch.float64)
@@ -107,7 +107,7 @@ class Screen:
     most: float
 
     def keeps(self, inputs: Any) -> Tensor:
-        """Whether each sample (n,) is none of those left out; one that can't be measured is not."""
+        """Whether each sample (n,) stays; one that can't be measured does."""
         return ~(MEASURES[self.measure](inputs) > self.most)
 
 
