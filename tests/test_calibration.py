@@ -23,8 +23,7 @@ def test_held_out_samples_are_never_those_of_rows_and_differ_while_they_last(
     reserve = min(max(held_out, reserve), available - 1)
     count = data.draw(st.integers(1, available - reserve))
     source = Samples((torch.arange(available), torch.zeros(available)))
-    generator = torch.Generator().manual_seed(0)
-    stream = CalibrationStream(source, held_out, reserve, generator)
+    stream = CalibrationStream(source, held_out, reserve, seed=0)
     rows, held = [], []
     for stage in range(stages):
         if stage:
@@ -36,6 +35,16 @@ def test_held_out_samples_are_never_those_of_rows_and_differ_while_they_last(
         assert len(set(held)) == len(held)
     if len(rows) <= available - reserve:
         assert len(set(rows)) == len(rows)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**63 - 1))
+def test_what_users_choose_by_the_same_seed_is_not_what_is_held_out(seed):
+    chosen = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:250]
+    source = Samples((torch.arange(1000), torch.zeros(1000)))
+    held_out = CalibrationStream(source, 200, 200, seed).held_out()[0]
+    # A quarter by chance, 50, with a standard deviation of 5.5.
+    assert 10 < int(torch.isin(held_out, chosen).sum()) < 90
 
 
 @pytest.mark.parametrize(

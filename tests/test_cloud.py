@@ -70,17 +70,30 @@ def test_mean_gradient_and_curvature_are_those_of_all_rows_with_decaying_masses(
 
 
 @settings(max_examples=30, deadline=None)
-@given(n=st.integers(2, 12), drift=st.floats(0, 10), kept=st.integers(1, 9))
-def test_the_share_is_the_variance_of_the_fresh_mean_over_the_distance_of_the_means(n, drift, kept):
+@given(n=st.integers(2, 12), drift=st.floats(0, 10), kept=st.integers(1, 9), drawn=st.floats(0, 1))
+def test_the_share_is_the_variance_of_the_fresh_mean_over_the_distance_of_the_means(
+    n, drift, kept, drawn
+):
     memory, w = RowMemory(40, 0.0), torch.zeros(9)
     w[:kept] = 1.0
     before, rows = matrix(n, 9, 0), matrix(n, 9, 1) + drift
     remember(memory, before, w)
-    share = share_of(memory.cloud(DenseGradients(rows)))
+    share = share_of(memory.cloud(DenseGradients(rows), drawn))
     before, rows = before[:, :kept].double(), rows[:, :kept].double()
-    variance = float(rows.var(dim=0).sum()) / n
+    # Of draws without replacement from a finite population (Cochran 1977, theorem 2.2).
+    variance = (1 - drawn) * float(rows.var(dim=0).sum()) / n
     distance = float((rows.mean(0) - before.mean(0)).square().sum())
-    assert share == pytest.approx(min(variance / distance, MOST_SHARE), rel=1e-3)
+    assert share == pytest.approx(min(variance / distance, MOST_SHARE), rel=1e-3, abs=1e-6)
+
+
+def test_where_every_stage_has_all_samples_nothing_is_remembered():
+    data = samples(60)
+    common = {"sparsity": 0.8, "stages": 5, "samples_per_row": 1, "held_out": 10}
+    all_of_them = [prune(trained(), data, samples=50, memory=m, **common) for m in (40, 0)]
+    some = [prune(trained(), data, samples=30, memory=m, **common) for m in (40, 0)]
+    for (one, other), same in ((all_of_them, True), (some, False)):
+        pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs) is same
 
 
 def test_of_many_rows_some_tell_the_share():

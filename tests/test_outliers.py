@@ -199,7 +199,8 @@ SETTINGS = {
     "samples_per_row": 4,
     "held_out": 100,
 }
-LOUD = {"kind": "input", "fraction": 0.25, "level": 2.0}
+# So much that every noisy input is beyond the clean ones.
+LOUD = {"kind": "input", "fraction": 0.25, "level": 5.0}
 
 
 def run(method: str = "ewr", calibration=None, directory=None, **changes):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -88,12 +89,14 @@ class CalibrationStream:
         source: as for `Samples`.
         held_out: the number of samples held out a stage.
         reserve: the number of samples, at least `held_out`, that these are drawn from.
-        generator: what the order is drawn from.
+        seed: of the order.
     """
 
-    def __init__(
-        self, source: Samples, held_out: int, reserve: int, generator: torch.Generator
-    ) -> None:
+    def __init__(self, source: Samples, held_out: int, reserve: int, seed: int) -> None:
+        # Not by the seed itself: `torch.manual_seed(seed)` and `torch.randperm`, by which users
+        # choose samples too, would give the same order, and what they chose would be held out.
+        mixed = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(mixed[0]))
         order = torch.randperm(len(source), generator=generator)
         self.source = source
         self.count = held_out

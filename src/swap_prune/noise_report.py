@@ -228,7 +228,7 @@ def noise_report(
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         own = own_copy(model)
-        batch, indices = CalibrationStream(source, 0, 0, generator).draw(n * samples_per_row)
+        batch, indices = CalibrationStream(source, 0, 0, seed).draw(n * samples_per_row)
         check_task(own, batch, loss, indices)
         gradients = gradient_rows(
             own, weights, *batch, loss or cross_entropy, samples_per_row, numbers=indices

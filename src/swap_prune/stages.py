@@ -61,7 +61,7 @@ BASELINES: dict[str, type[Method]] = {
 }
 # What the steps of a run directory hold and mean; another number for every change of it, so that
 # no run goes on from what an older version has saved.
-FORMAT = 2
+FORMAT = 3
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
 # Samples that BatchNorm's statistics are taken of.
@@ -112,7 +112,6 @@ class Run:
         trains_on_calibration: bool,
     ) -> None:
         assert settings.held_out is not None
-        generator = torch.Generator().manual_seed(settings.seed)
         self.model, self.weights, self.settings = model, weights, settings
         self.given_loss = loss
         self.loss: Loss = cross_entropy if loss is None else loss
@@ -124,7 +123,7 @@ class Run:
         self.method = build_method(settings)
         self.has_statistics = bool(batchnorm_statistics.layers(model))
         reserve = settings.held_out if trains_on_calibration else self._reserve(len(samples))
-        self.stream = CalibrationStream(samples, settings.held_out, reserve, generator)
+        self.stream = CalibrationStream(samples, settings.held_out, reserve, settings.seed)
         self.noises: tuple[Noise, ...] = ()  # until the first stage has calibrated them
         self.held_out = self._hold_out(1)
         self._check_held_out()
@@ -322,7 +321,7 @@ class Run:
         w_bar = self.weights.read(self.model)
         # The noise of samples, of weights and of rows is drawn from it in this order.
         generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
-        batch, indices, seen = self._draw(number, generator)
+        batch, indices, part, seen = self._draw(number, generator)
         gradients: GradientOperator | None = None
         checked: dict[str, Any] = {}
         if self.method.needs_gradients and batch is not None:
@@ -334,7 +333,7 @@ class Run:
         self.seconds["gradients"] += time.perf_counter() - start
 
         start = time.perf_counter()
-        chosen = self._solve(gradients, batch, w_bar, stages, sparsities, where)
+        chosen = self._solve(gradients, batch, part, w_bar, stages, sparsities, where)
         self.seconds["solve"] += time.perf_counter() - start
         line = {"stage": number, **chosen, **checked, **seen}
         if self.test_data is not None:
@@ -349,15 +348,16 @@ class Run:
 
     def _draw(
         self, number: int, generator: torch.Generator
-    ) -> tuple[Batch | None, Tensor, dict[str, Any]]:
+    ) -> tuple[Batch | None, Tensor, float, dict[str, Any]]:
         """The samples of a stage, with their noise and without what is screened out.
 
         Those held out are drawn too, and tell, at the first stage, what is wrong with the others.
 
         Returns:
-            The batch (None if the stage needs none), its indices (n,), and what is known of it.
+            The batch (None if the stage needs none), its indices (n,), the part that they are of
+            all that are not held out or screened out, and what is known of it.
         """
-        batch, indices = None, torch.empty(0, dtype=torch.long)
+        batch, indices, part = None, torch.empty(0, dtype=torch.long), 0.0
         seen: dict[str, Any] = {}
         if number > 1:
             self.stream.hold_out()
@@ -382,8 +382,10 @@ class Run:
             batch, indices = self._screened(batch, indices, self.settings.samples_per_row or 1)
             if self.settings.screen:
                 seen["left_out_samples"] = drawn - len(indices)
+            kept = len(indices)
             batch, indices = tree_map(lambda leaf: leaf[: self._stage_samples()], (batch, indices))
-        return batch, indices, seen
+            part = drawn * len(indices) / (len(self.stream.pool.indices) * kept)
+        return batch, indices, part, seen
 
     def _checked_gradients(
         self,
@@ -430,6 +432,7 @@ class Run:
         self,
         gradients: GradientOperator | None,
         batch: Batch | None,
+        part: float,
         w_bar: Tensor,
         stages: int,
         sparsities: list[float],
@@ -448,6 +451,7 @@ class Run:
             layers=tuple(part for _, _, part in self.weights.slices()),
             held_out_losses=None if self.held_out is None else self._held_out_losses,
             input_moments=lambda: self._input_moments(w_bar, inputs, number),
+            drawn=part,
         )
         w, chosen = self.method.prune(stage)
         if not torch.isfinite(w).all():

@@ -36,6 +36,8 @@ class Stage:
             whose mean is that of all; None when nothing is held out.
         input_moments: the second moments of each layer's inputs at `w_bar`, None where it has none;
             takes a pass over the samples of the stage.
+        drawn: the part of the calibration samples, those held out apart, that the rows are of;
+            with 1 every stage has the same.
     """
 
     gradients: GradientOperator | None
@@ -46,6 +48,7 @@ class Stage:
     layers: tuple[slice, ...]
     held_out_losses: Callable[[Tensor], Tensor] | None
     input_moments: Callable[[], list[Moments | None]] | None = None
+    drawn: float = 0.0
 
 
 class Method(ABC):

@@ -7,7 +7,9 @@ LR gives each of its n rows the mass 1/n. Masses say how far a row is to be trus
   mass is the weight that makes the mean gradient most exact, as in a Kalman filter: the fresh
   rows' mean `g` has the variance V that its rows tell; that of the remembered mean `r` is unknown,
   for gradients drift as weights are cut, but `‖g - r‖²` estimates the sum of both. So the share is
-  `V / ‖g - r‖²`: large while single rows are noisy, small where much has changed.
+  `V / ‖g - r‖²`: large while single rows are noisy, small where much has changed. Of n rows drawn
+  from a pool of N, only the distance to the pool's mean can be averaged away, the part 1 - n/N of
+  V: where every stage has all samples, earlier rows are the same ones, at weights of the past.
 * With a `discount` a row's mass falls with its norm, `mass ∝ ‖g‖^-discount`, for all rows but the
   smallest fifth.
 
@@ -92,8 +94,8 @@ class RowMemory:
         if self.rows is not None:
             self.rows = self.rows * factors[self.support]
 
-    def cloud(self, gradients: GradientOperator) -> Cloud:
-        """The fresh rows (n, p) and the remembered ones."""
+    def cloud(self, gradients: GradientOperator, drawn: float = 0.0) -> Cloud:
+        """The fresh rows (n, p), of the part `drawn` of all samples, and the remembered ones."""
         n, p = gradients.shape
         if self.rows is None and self.discount == 0:
             return Cloud(gradients, torch.ones(n, dtype=torch.float64), n)
@@ -104,7 +106,7 @@ class RowMemory:
         if self.rows is None:
             roots = (n * masses).sqrt()
             return Cloud(StackedGradients([gradients], [roots]), roots, n)
-        total, share = n + len(self.rows), self._share(gradients, masses)
+        total, share = n + len(self.rows), self._share(gradients, masses, drawn)
         roots = ((1 - share) * total * masses).sqrt()
         remembered = math.sqrt(share * total)
         block = _OnSupport(self.rows, self.support, p)
@@ -112,7 +114,7 @@ class RowMemory:
         ones = torch.cat([roots, remembered * self.ones])
         return Cloud(StackedGradients([gradients, block], scales), ones, n)
 
-    def _share(self, gradients: GradientOperator, masses: Tensor) -> float:
+    def _share(self, gradients: GradientOperator, masses: Tensor, drawn: float) -> float:
         """The mass of what is remembered beside fresh rows (n, p) of these masses (n,)."""
         assert self.rows is not None
         fresh = gradients.T @ masses.to(self.rows.dtype)
@@ -125,10 +127,11 @@ class RowMemory:
         spread = len(masses) * float((weights[::every] * squares).mean())
         freedom = 1 - float(weights.sum())
         distance = float((fresh[self.support] - remembered).double().square().sum())
-        # One row, or equal ones: nothing says that they are noisy. Or a run that diverges.
-        if min(spread, freedom) <= 0 or not math.isfinite(spread + distance):
+        # One row, or equal ones: nothing says that they are noisy. All samples there are. Or a run
+        # that diverges.
+        if min(spread, freedom, 1 - drawn) <= 0 or not math.isfinite(spread + distance):
             return 0.0
-        variance = spread / freedom
+        variance = (1 - drawn) * spread / freedom
         return variance / max(distance, variance / MOST_SHARE)
 
     def keep(self, cloud: Cloud, ridge: SupportRidge) -> None:

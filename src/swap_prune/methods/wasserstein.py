@@ -161,7 +161,7 @@ class WassersteinRegression(Method):
     def _regress(self, stage: Stage, scale: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """The same for weights `w / scale` (p,), which the damping holds all alike."""
         assert stage.gradients is not None
-        cloud = self._memory.cloud(stage.gradients)
+        cloud = self._memory.cloud(stage.gradients, stage.drawn)
         y = (cloud.gradients @ stage.w_bar).double()
         ridge = self._on_support(stage, cloud, y)
         # Without a cut x = y already: there is nothing to make up for, nor to transport.
@@ -188,7 +188,7 @@ class WassersteinRegression(Method):
             ones = cloud.fresh_ones if cut and cloud.fresh < OWN_MEAN_BELOW else cloud.ones
             shift = ones / stage.samples_per_row
             solution = self._first_order(ridge, trial, solution, shift, bold)
-        if stage.remaining:
+        if stage.remaining and stage.drawn < 1:
             self._memory.keep(cloud, ridge)
         if solution.losses is not None:
             solution.settings["held_out_loss"] = float(solution.losses.mean())
