@@ -14,7 +14,7 @@ $(VENV)/installed: pyproject.toml requirements.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(VENV)/installed  ## prune the embedded digits network with three methods, clean and noisy
+demo: $(VENV)/installed  ## prune the embedded digits network with three methods, calibration labels right and wrong
 	$(BIN)/swap-prune demo --out demo-output --overwrite
 
 test: $(VENV)/installed check  ## lint, type-check and run the tests

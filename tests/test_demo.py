@@ -21,10 +21,10 @@ def test_the_demo_writes_a_model_a_picture_and_means_over_seeds(
 
     runs = json.loads((out / "result.json").read_text())["runs"]
     assert len(runs) == 2 * 3 * 2
-    noisy = [r["top1"] for r in runs if (r["calibration"], r["method"]) == ("noisy", "ewr")]
+    wrong = [r["top1"] for r in runs if (r["calibration"], r["method"]) == (demo.WRONG, "ewr")]
     printed = capsys.readouterr().out.splitlines()
-    line = next(line for line in printed if line.split()[:2] == ["noisy", "ewr"])
-    assert line.split()[2] == f"{sum(noisy) / 2:.1f}"
+    line = next(line for line in printed if line.split()[:3] == [*demo.WRONG.split(), "ewr"])
+    assert line.split()[3] == f"{sum(wrong) / 2:.1f}"
     assert {"model.safetensors", demo.PICTURE} <= {path.name for path in out.iterdir()}
     with pytest.raises(InputError, match="overwrite"):
         demo.run_demo(out, overwrite=False)

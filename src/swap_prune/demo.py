@@ -1,4 +1,4 @@
-"""The demo: an embedded digits network, three methods, clean and noisy calibration data."""
+"""The demo: an embedded digits network, three methods, calibration labels right and wrong."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from swap_prune import data, models
 from swap_prune.calibration import Samples
 from swap_prune.errors import InputError
 from swap_prune.evaluation import evaluate
-from swap_prune.noise import add_input_noise
+from swap_prune.noise import LabelNoise
 from swap_prune.pruning import prune
 from swap_prune.run_directory import RunDirectory
 from swap_prune.stages import PruneResult
 
 METHODS = ("magnitude", "lr", "ewr")
 SPARSITIES = (0.9, 0.95, 0.98)
-# A quarter of the calibration images, with noise as strong as the images vary.
-NOISE_FRACTION, NOISE_DEVIATION = 0.25, 1.0
+# Wrong labels cost accuracy; noise in the digits costs LR none (docs/noise.md).
+NOISE = LabelNoise(0.25)
+RIGHT, WRONG = "right labels", "wrong labels"
 # One draw of 1,000 digits says little: a run's top-1 differs from the next one's by points.
 SEEDS = (0, 1, 2)
 STAGES = 10
@@ -41,18 +42,19 @@ def run_demo(out: Path, overwrite: bool) -> None:
     model, splits = models.pretrained("digits"), data.load("digits")
     train = Samples(splits.train)
     inputs, targets = train.read(torch.arange(len(train)))
-    calibration = {("clean", seed): (inputs, targets) for seed in SEEDS}
+    calibration = {(RIGHT, seed): (inputs, targets) for seed in SEEDS}
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
-        noisy = add_input_noise(inputs, NOISE_FRACTION, NOISE_DEVIATION, generator)
-        calibration["noisy", seed] = (noisy, targets)
+        calibration[WRONG, seed] = NOISE.samples(
+            (inputs, targets), generator, int(targets.max()) + 1
+        )
     dense = evaluate(model, splits.test)
     rows: list[dict[str, Any]] = []
     best: PruneResult | None = None
     cases = [(*c, m, s) for c in calibration for m in METHODS for s in SPARSITIES]
     with tqdm(cases, unit="run") as bar:
         for condition, seed, method, sparsity in bar:
-            bar.set_description(f"{condition} data, {method}, sparsity {sparsity}")
+            bar.set_description(f"{condition}, {method}, sparsity {sparsity}")
             result = prune(
                 model,
                 calibration[condition, seed],
@@ -74,7 +76,7 @@ def run_demo(out: Path, overwrite: bool) -> None:
                     "seconds": result.seconds["total"],
                 }
             )
-            if (condition, method, sparsity, seed) == ("clean", "ewr", SPARSITIES[0], SEEDS[0]):
+            if (condition, method, sparsity, seed) == (RIGHT, "ewr", SPARSITIES[0], SEEDS[0]):
                 best = result
     assert best is not None
     contents = {
@@ -82,7 +84,7 @@ def run_demo(out: Path, overwrite: bool) -> None:
         "loss_dense": dense.loss,
         "test_samples": dense.samples,
         "runs": rows,
-        "noise": {"fraction": NOISE_FRACTION, "deviation": NOISE_DEVIATION},
+        "noise": NOISE.describe(),
         "configuration": {"model": "digits", "data": "digits", **best.settings},
     }
     with directory.lock():
@@ -92,7 +94,7 @@ def run_demo(out: Path, overwrite: bool) -> None:
     _draw(rows, dense.top1 or 0.0, out / PICTURE)
     print(table(rows, dense.top1 or 0.0, dense.samples))
     print(
-        f"\nwritten to {out}/: model.safetensors (clean, ewr, {SPARSITIES[0]:.0%}), "
+        f"\nwritten to {out}/: model.safetensors ({RIGHT}, ewr, {SPARSITIES[0]:.0%}), "
         f"result.json, {PICTURE}"
     )
 
@@ -101,7 +103,7 @@ def table(rows: list[dict[str, Any]], dense: float, samples: int) -> str:
     """Mean top-1 by calibration data and method (lines) and sparsity (columns)."""
     lines = [
         f"top-1 accuracy in % on {samples} test images, mean of {len(SEEDS)} seeds; dense model "
-        f"{dense:.1f}",
+        f"{dense:.1f}; {WRONG}: {NOISE.fraction:.0%} of them",
         "",
         f"{'calibration':12} {'method':10}"
         + "".join(f"{f'{s:.0%} zeros':>12}" for s in SPARSITIES),
@@ -125,11 +127,11 @@ def _means(rows: list[dict[str, Any]], condition: str, method: str) -> list[floa
 
 
 def _draw(rows: list[dict[str, Any]], dense: float, path: Path) -> None:
-    """One panel for clean and one for noisy calibration data: top-1 against sparsity."""
+    """One panel for right and one for wrong calibration labels: top-1 against sparsity."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axis, condition in zip(axes, ("clean", "noisy"), strict=True):
+    for axis, condition in zip(axes, (RIGHT, WRONG), strict=True):
         axis.axhline(dense, color="0.6", linestyle=":", label="dense model")
         for method, marker in zip(METHODS, "osD", strict=True):
             axis.plot(
@@ -140,7 +142,8 @@ def _draw(rows: list[dict[str, Any]], dense: float, path: Path) -> None:
                 linestyle="--" if method == "lr" else "-",
                 label=method,
             )
-        axis.set_title(f"{condition} calibration data")
+        share = f", {NOISE.fraction:.0%} of them" if condition == WRONG else ""
+        axis.set_title(f"calibrated with {condition}{share}")
         axis.set_xlabel("pruned weights, %")
         axis.set_xticks([100 * s for s in SPARSITIES])
         axis.grid(alpha=0.3)
