@@ -103,7 +103,8 @@ def prune(
             alternations: transport and regression in turn, this many times a stage (3).
             memory: rows that stand for those of earlier stages, or "auto": as many as make 1,000
                 with the fresh ones, within 2 GiB and what the machine holds, but at least 50 where
-                it does ("auto" for "ewr", 0 for "lr").
+                it does ("auto" for "ewr", 0 for "lr"). Where every stage has the same samples,
+                nothing is remembered.
             audit: check the gradients of every stage against losses, two forward passes along each
                 of four directions, first of 50 rows, and of all where one of these is refuted;
                 refuted rows are corrected if the others are exact. Before that, noise that the
