@@ -21,7 +21,7 @@ from swap_prune.stages import PruneResult
 
 METHODS = ("magnitude", "lr", "ewr")
 SPARSITIES = (0.9, 0.95, 0.98)
-# Wrong labels cost accuracy; noise in the digits costs LR none (docs/noise.md).
+# Wrong labels cost accuracy at every sparsity; noise in the digits does not (docs/noise.md).
 NOISE = LabelNoise(0.25)
 RIGHT, WRONG = "right labels", "wrong labels"
 # One draw of 1,000 digits says little: a run's top-1 differs from the next one's by points.
