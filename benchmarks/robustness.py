@@ -4,13 +4,16 @@
 
 A quarter of the calibration is noisy; 15 stages to sparsity 0.9 with 1,000 rows of one sample, no
 training, test images. Clean and noisy runs of a seed see the same samples. Needs the data
-sets and checkpoints. Every finished run is written at once and never run again.
+sets and checkpoints. Every finished run is written at once and never run again. With
+`--earlier FILE` the table is over that file's runs too, whose seeds drew other samples.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Runs, arguments
@@ -34,6 +37,7 @@ def main() -> None:
     """Run what is missing, then print the table."""
     parser = arguments(__doc__, "robustness.json")
     parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
+    parser.add_argument("--earlier", type=Path, help="more runs for the table, of other draws")
     options = parser.parse_args()
     runs = Runs(options.out, options.checkpoints)
     cells: list[dict[str, Any]] = [
@@ -46,32 +50,46 @@ def main() -> None:
     for cell in runs.missing(cells):
         train = runs.data(cell["network"]).train
         runs.add(cell, train, noise=NOISES[cell["noise"]], **SETTINGS)
+    earlier = json.loads(options.earlier.read_text())["runs"] if options.earlier else []
     for network in options.networks:
-        print(table(network, [run for run in runs.runs if run["network"] == network]))
+        print(table(network, runs.runs, earlier))
 
 
-def table(network: str, runs: list[dict[str, Any]]) -> str:
-    """Top-1 by noise and method, and the points that the noise cost, means over paired seeds."""
-    by_cell = {(run["noise"], run["method"], run["seed"]): run for run in runs}
-    lines = [f"| {network} | LR | EWR | LR lost | EWR lost | LR loss | EWR loss | seeds |"]
-    lines.append("|---|" + "---|" * 7)
+def table(network: str, *files: list[dict[str, Any]]) -> str:
+    """Top-1 by noise and method, and the points that the noise cost, means over paired seeds.
+
+    The last column but one is how far EWR's loss of points is below half of LR's.
+
+    Args:
+        network: whose runs are taken.
+        files: the runs of each file; the same seed of another is another draw.
+    """
+    by_cell = {
+        (run["noise"], run["method"], (number, run["seed"])): run
+        for number, runs in enumerate(files)
+        for run in runs
+        if run["network"] == network
+    }
+    titles = ["LR", "EWR", "LR lost", "EWR lost", "LR loss", "EWR loss", "below half", "seeds"]
+    lines = [f"| {network} | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
     for noise in NOISES:
-        seeds = [
-            seed
-            for seed in sorted({run["seed"] for run in runs})
-            if all((n, m, seed) in by_cell for n in (noise, "clean") for m in METHODS)
+        draws = [
+            draw
+            for draw in sorted({draw for _, _, draw in by_cell})
+            if all((n, m, draw) in by_cell for n in (noise, "clean") for m in METHODS)
         ]
-        if not seeds:
+        if not draws:
             continue
-        top1, lost, loss = [], [], []
+        top1, losses, lost = [], [], []
         for method in METHODS:
-            scores = [by_cell[noise, method, seed] for seed in seeds]
-            clean = [by_cell["clean", method, seed] for seed in seeds]
+            scores = [by_cell[noise, method, draw] for draw in draws]
+            clean = [by_cell["clean", method, draw] for draw in draws]
             top1.append(f"{statistics.mean(run['top1'] for run in scores):.2f}")
-            loss.append(f"{statistics.mean(run['loss'] for run in scores):.3f}")
-            lost.append(_mean([a["top1"] - b["top1"] for a, b in zip(clean, scores, strict=True)]))
-        entries = [*top1, *lost, *loss]
-        lines.append(f"| {noise} | {' | '.join(entries)} | {len(seeds)} |")
+            losses.append(f"{statistics.mean(run['loss'] for run in scores):.3f}")
+            lost.append([a["top1"] - b["top1"] for a, b in zip(clean, scores, strict=True)])
+        margin = _mean([lr / 2 - ewr for lr, ewr in zip(*lost, strict=True)])
+        entries = [*top1, *map(_mean, lost), *losses, margin]
+        lines.append(f"| {noise} | {' | '.join(entries)} | {len(draws)} |")
     return "\n".join(lines)
 
 

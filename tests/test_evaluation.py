@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from swap_prune import InputError, evaluate, evaluation
+from swap_prune import InputError, evaluate, evaluation, prune
 from swap_prune.evaluation import (
     CHANCE,
     GROUPS,
@@ -193,3 +193,18 @@ def test_rows_of_more_samples_than_a_batch_may_have_outputs_that_can_not_be_join
 def test_one_group_tells_nothing_of_chance():
     assert not evaluation.beyond_chance(torch.tensor([1.0]), torch.tensor([2.0]))
     assert evaluation.beyond_chance(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 2.0]))
+
+
+def test_a_loss_that_mixes_samples_by_broadcasting_is_told():
+    x = torch.randn(40, 3)
+    data = x, x.sum(1)
+    with pytest.raises(InputError, match=r"for both; it must be the batch's mean.*broadcast"):
+        prune(nn.Linear(3, 1), data, sparsity=0.5, loss=lambda o, t: ((o - t) ** 2).mean())
+
+
+def test_a_loss_that_weighs_samples_by_their_class_is_a_mean():
+    weights = torch.tensor([1.0, 50.0])
+    data = torch.randn(40, 3), torch.arange(40) % 2
+    loss = nn.CrossEntropyLoss(weight=weights)
+    result = prune(nn.Linear(3, 2), data, sparsity=0.5, loss=loss, samples_per_row=4, samples=5)
+    assert result.nonzeros == 3

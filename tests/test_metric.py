@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 
-from swap_prune import InputError, metric, prune
+from swap_prune import InputError, evaluate, metric, prune
 from swap_prune.gradients import DenseGradients
 from swap_prune.methods import Stage, WassersteinRegression
 from swap_prune.methods.wasserstein import METRICS
@@ -21,7 +22,7 @@ def gradients(n: int, p: int, seed: int) -> torch.Tensor:
 def test_scales_are_the_inverse_root_of_the_metric(n, p, share, seed):
     rows = gradients(n, p, seed)
     present = torch.arange(p) % 3 != 1
-    scale = metric.scales(rows, present, share)
+    scale = metric.scales(rows, present, share, ())
     d = rows.double().square().mean(0)
     expected = 1 - share + share * d / d[present].mean()
     # Up to one factor, which keeps the mean curvature of the weights present as it was.
@@ -33,7 +34,7 @@ def test_scales_are_the_inverse_root_of_the_metric(n, p, share, seed):
 
 
 def test_a_share_of_zero_changes_nothing():
-    scale = metric.scales(gradients(7, 5, 0), torch.ones(5, dtype=torch.bool), 0.0)
+    scale = metric.scales(gradients(7, 5, 0), torch.ones(5, dtype=torch.bool), 0.0, ())
     torch.testing.assert_close(scale, torch.ones(5))
 
 
@@ -42,7 +43,7 @@ def test_a_share_of_zero_changes_nothing():
 )
 def test_zero_single_and_equal_rows_give_finite_scales(rows):
     for share in (0.0, 0.5, 1.0):
-        scale = metric.scales(rows, torch.ones(3, dtype=torch.bool), share)
+        scale = metric.scales(rows, torch.ones(3, dtype=torch.bool), share, ())
         assert torch.isfinite(scale).all()
         assert (scale > 0).all()
 
@@ -50,7 +51,7 @@ def test_zero_single_and_equal_rows_give_finite_scales(rows):
 @pytest.mark.parametrize("size", [1e-23, 1e-21, 1e-3, 1e18])
 def test_gradients_of_any_size_give_finite_scales(size):
     for share in (0.0, 0.9, 1.0):
-        scale = metric.scales(size * gradients(6, 4, 0), torch.ones(4, dtype=torch.bool), share)
+        scale = metric.scales(size * gradients(6, 4, 0), torch.ones(4, dtype=torch.bool), share, ())
         assert torch.isfinite(scale).all()
         assert (scale > 0).all()
 
@@ -79,7 +80,7 @@ def test_pruning_minimises_the_weighted_ridge(share):
     assert chosen["metric"] == share
     support = w.nonzero().flatten()
     assert len(support) == k
-    scale = metric.scales(rows, torch.ones(p, dtype=torch.bool), share)
+    scale = metric.scales(rows, torch.ones(p, dtype=torch.bool), share, ())
     G, targets = rows.double()[:, support], rows.double() @ w_bar.double()
     D = scale.double()[support].pow(-2)
     H = G.T @ G / len(rows) + damping * torch.diag(D)
@@ -146,7 +147,8 @@ def test_a_rehearsal_keeps_to_the_layers_of_the_budget():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"metric": 2}, "metric=2 must be a number in [0, 1], or 'auto'"),
+        ({"metric": 2}, "metric=2 must be a number in [0, 1], 'layers', or 'auto'"),
+        ({"metric": "layer"}, "metric='layer' must be a number in [0, 1], 'layers', or 'auto'"),
         ({"metric": 0.5, "method": "wf"}, "metric=0.5 has no part in method='wf'"),
         ({"metric": "auto", "held_out": 0, "damping": 0.1, "first_order": 1}, "held_out is 0"),
     ],
@@ -163,3 +165,55 @@ def test_without_held_out_samples_the_metric_is_the_papers():
     fixed = {"held_out": 0, "damping": 0.1, "first_order": 1, "samples": 10}
     result = prune(torch.nn.Linear(4, 2), data, sparsity=0.5, method="lr", **fixed)
     assert result.settings["metric"] == 0
+
+
+@given(
+    n=st.integers(2, 6),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    unit=st.sampled_from([0.01, 0.1, 30.0, 100.0]),
+    seed=st.integers(0, 1000),
+)
+def test_by_layers_no_unit_of_a_layer_matters(n, sizes, unit, seed):
+    """With a layer's weights times u, and so its gradients by u, `w √D` is what it was."""
+    rows = torch.randn(n, sum(sizes), generator=torch.Generator().manual_seed(seed))
+    present = torch.ones(sum(sizes), dtype=torch.bool)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    layers = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    units = torch.ones(sum(sizes))
+    units[layers[0]] = unit
+    in_units = 1 / metric.scales(rows / units, present, "layers", layers) * units
+    plain = 1 / metric.scales(rows, present, "layers", layers)
+    torch.testing.assert_close(in_units / in_units[0], plain / plain[0], rtol=1e-3, atol=0)
+
+
+def test_a_layer_in_which_nothing_is_left_has_no_mean():
+    present = torch.tensor([False, False, True, True])
+    layers = (slice(0, 2), slice(2, 4))
+    assert metric.scales(gradients(5, 4, 0), present, "layers", layers).isfinite().all()
+
+
+def digits_in_units(unit):
+    """A small network for the digits whose first layer takes pixels times `unit`."""
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images[:1000], dtype=torch.float32) / 16
+    labels = torch.tensor(labels[:1000])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    with torch.no_grad():
+        model[0].weight /= unit
+    return model, (images * unit, labels)
+
+
+@pytest.mark.parametrize("unit", [1, 255])
+def test_auto_goes_by_layers_where_their_scales_differ(unit):
+    model, data = digits_in_units(unit)
+    settings = {"stages": 5, "samples": 200, "samples_per_row": 4}
+    result = prune(model, data, sparsity=0.85, method="lr", **settings)
+    assert (result.history[0]["metric"] == "layers") == (unit == 255)
+    assert max(result.layer_sparsity.values()) < 1
+    assert evaluate(result.model, data).top1 > 90

@@ -756,3 +756,12 @@ def test_script_modules_are_refused():
     with pytest.raises(InputError, match="ScriptModule"):
         prune(torch.jit.script(network()), samples(), sparsity=0.5)
     assert evaluate(torch.jit.script(network()), samples()) == evaluate(network(), samples())
+
+
+def test_a_layer_that_lost_all_its_weights_is_named():
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight *= 1e-6
+    data = torch.randn(40, 4), torch.randint(2, (40,))
+    with pytest.warns(UserWarning, match="no weight is left of 0.weight, through which nothing"):
+        prune(model, data, sparsity=0.7, method="magnitude")

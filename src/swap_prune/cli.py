@@ -131,7 +131,11 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="weights make up for those cut by their layer's outputs (ewr: yes)",
     )
-    option("--metric", type=_number_or_auto, help="curvature's part in the damping, 0 to 1 (auto)")
+    option(
+        "--metric",
+        type=_metric,
+        help="curvature's part in the damping, 0 to 1, layers, or auto (auto)",
+    )
     option(
         "--contamination",
         type=_number_or_auto,
@@ -226,6 +230,10 @@ def _number_or_auto(text: str) -> float | str:
         return text if text == "auto" else float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto") from error
+
+
+def _metric(text: str) -> float | str:
+    return text if text == "layers" else _number_or_auto(text)
 
 
 def _count_or_auto(text: str) -> int | str:

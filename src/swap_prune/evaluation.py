@@ -216,8 +216,8 @@ def check_task(
 ) -> None:
     """Raise unless the model takes the inputs, and the loss its output and the targets.
 
-    Model and loss are tried on one sample and on two copies of it; with the default loss, every
-    label is looked at.
+    Model and loss are tried on one sample, on two copies of it and on two samples; with the default
+    loss, every label is looked at.
 
     Args:
         model: called on inputs.
@@ -244,11 +244,25 @@ def check_task(
             return
         value = _scalar_loss(loss, output, one_target)
         again = _scalar_loss(loss, of_two, _twice(one_target))
+        other_input, other_target = tree_map(lambda leaf: leaf[-1:], batch)
+        other = _scalar_loss(loss, _output(model, other_input), other_target)
+        two_inputs, two_targets = tree_map(lambda leaf: leaf[:: max(1, len(leaf) - 1)], batch)
+        together = _scalar_loss(loss, _output(model, two_inputs), two_targets)
     # Rounding is far below this; a sum is twice the mean. What isn't finite is told elsewhere.
     if abs(again - value) > 0.01 * abs(value) + 1e-6:
         raise InputError(
             f"loss returned {value:.4g} for a sample and {again:.4g} for two copies of it; "
             "it must be the batch's mean"
+        )
+    # A mean, however it weighs samples, lies between their losses.
+    tolerance = 0.01 * max(abs(value), abs(other)) + 1e-6
+    if not min(value, other) - tolerance <= together <= max(value, other) + tolerance and (
+        math.isfinite(value + other + together)
+    ):
+        raise InputError(
+            f"loss returned {value:.4g} for a sample, {other:.4g} for another and {together:.4g} "
+            "for both; it must be the batch's mean, of losses that each have one sample's output "
+            "and target (do their shapes broadcast?)"
         )
 
 

@@ -117,7 +117,8 @@ def prune(
                 fine-tuning still sees them.
             discount: the power of its norm by which a row's mass falls; 0: all are alike (0).
             metric: how far the damping of a weight follows its own curvature, from 0, the paper's,
-                to 1; or "auto": chosen at the first stage on the held-out samples, if there are.
+                to 1; "layers", its own and its layer's, where layers are of very different scales;
+                or "auto": chosen at the first stage on the held-out samples, if there are.
             block_size: how many neighbouring weights of a layer make up for the cut ones among
                 them before all weights together do (100 where samples are held out, by which their
                 damping is chosen); 0, the paper's, for none.

@@ -12,6 +12,7 @@ from torch import Tensor
 from swap_prune import transport
 from swap_prune.errors import InputError
 from swap_prune.methods import Auto
+from swap_prune.metric import Metric
 from swap_prune.noise import Noise
 from swap_prune.prunable import Selector, selectors
 from swap_prune.training import FineTuning
@@ -80,7 +81,7 @@ class Settings:
     alternations: int = 3
     memory: int | Auto | None = None
     discount: float = 0.0
-    metric: float | Auto | None = None
+    metric: Metric | Auto | None = None
     block_size: int | None = None
     reconstruction: bool | None = None
     contamination: float | Auto | None = None
@@ -145,12 +146,13 @@ def check(settings: Settings) -> None:
         ("first_order", "a number of at least 0", lambda v: 0 <= v < math.inf),
         ("epsilon", "a number of at least 0", lambda v: v >= 0),
         ("mixture", "a number in [0, 1]", lambda v: 0 <= v <= 1),
-        ("metric", "a number in [0, 1]", lambda v: 0 <= v <= 1),
+        ("metric", "a number in [0, 1], 'layers'", lambda v: 0 <= v <= 1),
         ("contamination", "a number in [0, 1)", lambda v: 0 <= v < 1),
     ):
         value = getattr(settings, name)
         unset = value is None and Settings.__dataclass_fields__[name].default is None
-        if value != "auto" and not unset:
+        named = value == "auto" or (name == "metric" and value == "layers")
+        if not named and not unset:
             _check_number(name, value, f"{described}, or 'auto'", accepts)
     _check_number("discount", settings.discount, "a number in [0, 2]", lambda v: 0 <= v <= 2)
     for methods, names in PARTS.items():

@@ -283,6 +283,14 @@ class Run:
         w = self.weights.read(self.model)
         masks = self._masks(w)
         nonzeros = int((w != 0).sum())
+        lost = [name for name, mask in masks.items() if not mask.any()]
+        if lost and self.settings.sparsity > 0:
+            others = f" and of {len(lost) - 1} more" if len(lost) > 1 else ""
+            warnings.warn(
+                f"no weight is left of {lost[0]}{others}, through which nothing passes any more; "
+                "per_layer=True keeps some in every layer, and exclude= all of those it names",
+                stacklevel=4,
+            )
         return PruneResult(
             model=self.model,
             masks=masks,

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swap_prune import metric, transport
+from swap_prune import transport
 from swap_prune.evaluation import beyond_chance
 from swap_prune.gradients import Buffers, DenseGradients
 from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.methods.blocks import compensated
 from swap_prune.methods.cloud import Cloud, RowMemory
+from swap_prune.metric import Metric, scales
 from swap_prune.reconstruction import VECTORS, Moments, reconstructed
 from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
 
@@ -45,6 +46,9 @@ MIXTURES = (0.5, 0.25, 1.0)
 # What metric="auto" tries, and on how many rows at most: more chose the same (docs/choices.md).
 METRICS = (0.0, 0.9)
 REHEARSAL_ROWS = 250
+# By layers it has to be better by this fraction; where their scales differ it is by 30% and more,
+# and elsewhere it was never better at all (docs/choices.md).
+LAYERS_GAIN = 0.1
 # The dampings of blocks that are tried, relative to the mean curvature of a weight.
 BLOCK_DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
 # Those of a layer's outputs, relative to the mean square of an input; a third one, 1e-4, was of no
@@ -74,7 +78,8 @@ class WassersteinRegression(Method):
         alternations: how often transport and regression follow each other.
         memory: how many rows stand for those of earlier stages; 0 for none.
         discount: how fast a row's mass falls with its norm; 0 gives all the same.
-        metric: κ, how far the damping of a weight follows its own curvature; 0 is the paper's.
+        metric: κ, how far the damping of a weight follows its own curvature, 0 is the paper's;
+            or "layers", where it follows its own and its layer's.
         block_size: how many weights a block has; 0, the paper's, for no blocks.
         reconstruction: whether weights make up for cut ones by their layer's outputs.
     """
@@ -90,7 +95,7 @@ class WassersteinRegression(Method):
     alternations: int = 3
     memory: int = 0
     discount: float = 0.0
-    metric: float | Auto = "auto"
+    metric: Metric | Auto = "auto"
     block_size: int = 0
     reconstruction: bool = False
 
@@ -102,7 +107,7 @@ class WassersteinRegression(Method):
         self._memory = RowMemory(self.memory, self.discount)
         # For one copy of G's columns, the regression's of the moment.
         self._buffers = Buffers()
-        self._metric = None if self.metric == "auto" else self.metric
+        self._metric: Metric | None = None if self.metric == "auto" else self.metric
         self._moments: dict[int, Moments] = {}  # by the number of the layer
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -131,32 +136,42 @@ class WassersteinRegression(Method):
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
         if self._metric is None:
-            losses = [self._rehearsed_loss(stage, share) for share in METRICS]
-            self._metric = METRICS[_lowest(losses)]
-        scale = metric.scales(stage.gradients.rows(), stage.w_bar != 0, self._metric)
+            self._metric = self._rehearsed_metric(stage)
+        scale = scales(stage.gradients.rows(), stage.w_bar != 0, self._metric, stage.layers)
         self._memory.rescale(scale)
         u, chosen = self._regress(_in_coordinates(stage, scale), scale)
         self._memory.rescale(1 / scale)
         return u * scale, chosen | {"metric": self._metric}
 
-    def _rehearsed_loss(self, stage: Stage, share: float) -> float:
-        """The held-out loss after half of the weights are cut with this κ; G is rounded anew.
+    def _rehearsed_metric(self, stage: Stage) -> Metric:
+        """The κ of the lowest held-out loss when half of the weights are cut; or "layers".
+
+        Whether a layer is lost to its units shows when more of them are cut.
+        """
+        losses = [float(self._rehearsed_losses(stage, share, 1 / 2).mean()) for share in METRICS]
+        best = METRICS[_lowest(losses)]
+        over_all, by_layers = (self._rehearsed_losses(stage, m, 1 / 4) for m in (best, "layers"))
+        better = by_layers.mean() < (1 - LAYERS_GAIN) * over_all.mean()
+        return "layers" if better and beyond_chance(by_layers, over_all) else best
+
+    def _rehearsed_losses(self, stage: Stage, metric: Metric, kept: float) -> Tensor:
+        """The held-out losses when this part of the weights is kept; G is rounded anew.
 
         At the first stage, so there is no row remembered that would have to be rescaled.
         """
         assert stage.gradients is not None
         present, groups = stage.w_bar != 0, stage.budget.groups
-        half = Budget(groups, tuple(math.ceil(int(present[g].sum()) / 2) for g in groups))
+        budget = Budget(groups, tuple(math.ceil(kept * int(present[g].sum())) for g in groups))
         rows = DenseGradients(stage.gradients.rows()[:REHEARSAL_ROWS])
-        scale = metric.scales(rows.matrix, present, share)
-        trial = _in_coordinates(replace(stage, budget=half, gradients=rows), scale)
+        scale = scales(rows.matrix, present, metric, stage.layers)
+        trial = _in_coordinates(replace(stage, budget=budget, gradients=rows), scale)
         cloud = self._memory.cloud(rows)
         y = (cloud.gradients @ trial.w_bar).double()
         ridge = self._on_support(trial, cloud, y)
         solution = Candidate(ridge.dual(y, self._damping), {})
-        loss = _Trial(ridge, trial.held_out_losses).loss(solution)
+        losses = _Trial(ridge, trial.held_out_losses).losses(solution)
         rows.matrix.div_(scale)
-        return loss
+        return losses
 
     def _regress(self, stage: Stage, scale: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """The same for weights `w / scale` (p,), which the damping holds all alike."""
@@ -436,7 +451,7 @@ class _Trial:
         if math.isfinite(limit):
             limit -= fraction * abs(limit)
         better = self.loss(candidate) < limit
-        return better and beyond_chance(self._losses(candidate), self._losses(other))
+        return better and beyond_chance(self.losses(candidate), self.losses(other))
 
     def line(
         self,
@@ -461,9 +476,10 @@ class _Trial:
 
     def loss(self, candidate: Candidate) -> float:
         """The mean loss."""
-        return float(self._losses(candidate).mean())
+        return float(self.losses(candidate).mean())
 
-    def _losses(self, candidate: Candidate) -> Tensor:
+    def losses(self, candidate: Candidate) -> Tensor:
+        """The losses by group of held-out samples, measured once."""
         if candidate.losses is None:
             assert self.held_out_losses is not None
             candidate.losses = self.held_out_losses(self.ridge.weights(candidate.v))
