@@ -376,3 +376,39 @@ def test_gradients_are_taken_where_the_caller_has_none():
     with torch.no_grad(), pytest.warns(UserWarning, match="one by one"):
         found = gradient_rows(model, weights, x, y, loss).rows()
     torch.testing.assert_close(found, loop_rows(model, weights, x, y, loss, 1))
+
+
+class Padded(nn.Module):
+    """Sequences with padding, whose transformer torch would run without calling its layers."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, x, padding):
+        return self.head(self.encoder(x, src_key_padding_mask=padding)[:, 0])
+
+
+def test_a_transformer_with_padding_has_its_rows_at_once(recwarn):
+    torch.manual_seed(0)
+    model, padding = Padded().eval(), torch.zeros(12, 5, dtype=torch.bool)
+    padding[::2, 3:] = True
+    inputs, labels = (torch.randn(12, 5, 8), padding), torch.arange(12) % 3
+    weights = select_weights(model)
+    rows = gradient_rows(model, weights, inputs, labels, functional.cross_entropy).rows()
+    told = [str(warning.message) for warning in recwarn]
+    assert not [message for message in told if "at once" in message], told
+    assert torch.backends.mha.get_fastpath_enabled()
+    model.train()  # no fast path there either, and no dropout to tell the difference
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    for sample, row in enumerate(rows):
+        one = tuple(part[sample : sample + 1] for part in inputs)
+        loss = functional.cross_entropy(model(*one), labels[sample : sample + 1])
+        parameters = [model.get_parameter(name) for name in weights.names]
+        exact = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+        torch.testing.assert_close(row, exact, rtol=1e-3, atol=1e-5)

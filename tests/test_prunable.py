@@ -98,3 +98,21 @@ def test_what_is_cut_of_tiny_float64_weights_is_zero():
     weights = select_weights(net)
     weights.write(net, weights.read(net))
     assert net.weight.tolist() == [[0.0, 0.1]]
+
+
+@pytest.mark.parametrize("include", [nn.LSTM, "LSTM", "rnn", "rnn.*"])
+def test_an_lstm_is_chosen_by_its_matrices(include):
+    model = nn.ModuleDict({"rnn": nn.LSTM(3, 4), "head": nn.Linear(4, 2)})
+    assert select_weights(model, include).names == ("rnn.weight_ih_l0", "rnn.weight_hh_l0")
+
+
+def test_attention_is_chosen_by_its_packed_projections():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)})
+    assert select_weights(model, nn.MultiheadAttention).names == ("attention.in_proj_weight",)
+
+
+@pytest.mark.parametrize("include", ["*", "L*"])
+def test_patterns_leave_the_scales_of_norms_alone(include):
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    assert select_weights(model, include).names == ("0.weight", "2.weight")
+    assert select_weights(model, "LayerNorm").names == ("1.weight",)

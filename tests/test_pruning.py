@@ -765,3 +765,22 @@ def test_a_layer_that_lost_all_its_weights_is_named():
     data = torch.randn(40, 4), torch.randint(2, (40,))
     with pytest.warns(UserWarning, match="no weight is left of 0.weight, through which nothing"):
         prune(model, data, sparsity=0.7, method="magnitude")
+
+
+@pytest.mark.parametrize("name", ["in_place", "progress"])
+def test_flags_must_be_true_or_false(name):
+    data = torch.randn(40, 6), torch.randint(3, (40,))
+    with pytest.raises(InputError, match=f"{name}='no' must be True or False"):
+        prune(network(), data, sparsity=0.5, **{name: "no"})
+
+
+def test_stages_without_end_are_refused():
+    data = torch.randn(40, 6), torch.randint(3, (40,))
+    with pytest.raises(InputError, match="stages=10000000000 must be at most 10,000"):
+        prune(network(), data, sparsity=0.5, stages=10**10)
+
+
+def test_training_that_does_harm_is_told():
+    data = torch.randn(80, 6), torch.randint(3, (80,))
+    with pytest.warns(UserWarning, match="fine-tuning raised the held-out loss from"):
+        prune(network(), data, sparsity=0.5, fine_tuning={"epochs_after": 2, "learning_rate": 50.0})

@@ -47,15 +47,22 @@ def on_cpu() -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients for the parameters themselves; both restored afterwards."""
+    """Eval mode and no gradients for the parameters themselves; both restored afterwards.
+
+    And no fast path of torch's transformers, which calls none of their layers: nobody could see
+    what these are given, and `vmap` can't take it.
+    """
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     training = {module: module.training for module in model.modules()}
     wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.eval()
     for parameter in wanted:
         parameter.requires_grad_(False)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, mode in training.items():
             module.training = mode
         for parameter, mode in wanted.items():

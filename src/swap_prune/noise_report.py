@@ -524,8 +524,8 @@ def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
         )
     if samples < FEW_ROWS:
         reasons.append(
-            f"The data allow {_count(samples, 'row')} a stage (fewer than {FEW_ROWS}): ewr, whose "
-            "memory of earlier rows counts most when rows are few."
+            f"The data allow {_count(samples, 'row')} a stage (fewer than {FEW_ROWS}): ewr, which "
+            "refits layers' outputs, known without gradients; that counts most when rows are few."
         )
     if reasons:
         return reasons
@@ -536,8 +536,9 @@ def _reasons_for_ewr(report: NoiseReport, samples: int) -> list[str]:
     else:
         labels = f"The contamination of the labels is {eta:.3f} (at most {LEAST_CONTAMINATION})"
     return [
-        f"{labels}, and {samples:,} rows a stage are not few: ewr, whose memory of earlier rows "
-        "averages what noise there is; lr, which has none, will come close."
+        f"{labels}, and {samples:,} rows a stage are not few: ewr, which refits layers' outputs "
+        "and, where stages draw other samples, averages their gradients; lr, which does neither, "
+        "will come close, or be ahead where a small model knows these samples by heart."
     ]
 
 

@@ -84,10 +84,11 @@ def select_weights(
 ) -> PrunableWeights:
     """Choose the prunable weights of a model.
 
-    A selector is a module type (its `weight`) or a string: the name of a parameter or of a module
-    (its `weight`; "fc1"), the class name of a module (its `weight`; "Embedding"), or a shell
-    pattern of parameters' names ("layer*.conv?.weight"). A vector, such as a bias or the scale of a
-    norm, is only meant by a pattern that ends with its own name ("*.bias"): "layer1.*" leaves it
+    A selector is a module type (its `weight`, or the matrices that an LSTM or attention has in its
+    place) or a string: the name of a parameter or of a module ("fc1"), the class name of a module
+    ("Embedding"), which mean what a type does, or a shell pattern of parameters' or classes' names
+    ("layer*.conv?.weight", "Conv*"). A vector, such as a bias or the scale of a norm, is only
+    meant by a pattern of parameters that ends with its own name ("*.bias"): "layer1.*" leaves it
     alone. A tied weight counts once, under its first name, and is chosen when any of its names is.
     Frozen parameters (`requires_grad=False`) are weights like any other: exclude those that must
     stay.
@@ -162,12 +163,16 @@ def selectors(name: str, given: Any) -> tuple[Selector, ...]:
 
 def _matches(selector: Selector, path: str, leaf: str, module: nn.Module) -> bool:
     """Whether a selector means the parameter `leaf` of the module at `path`."""
-    is_weight = leaf == "weight"
+    is_matrix = getattr(module, leaf).ndim > 1
+    # LSTMs and attention have several of other names, such as weight_ih_l0 and in_proj_weight.
+    one_of_several = "weight" not in module._parameters and "weight" in leaf and is_matrix
+    is_weight = leaf == "weight" or one_of_several
     if not isinstance(selector, str):
         return is_weight and isinstance(module, selector)
-    if is_weight and (selector == path or fnmatchcase(type(module).__name__, selector)):
+    kind = type(module).__name__
+    if is_weight and (selector in (path, kind) or (is_matrix and fnmatchcase(kind, selector))):
         return True
-    meant = selector.endswith(leaf) or getattr(module, leaf).ndim > 1
+    meant = selector.endswith(leaf) or is_matrix
     return meant and fnmatchcase(f"{path}.{leaf}" if path else leaf, selector)
 
 

@@ -153,6 +153,9 @@ def prune(
         raise InputError(f"directory is of type {type(directory).__name__}; give a path")
     if directory == "":
         raise InputError("directory is empty; give a path, '.' for the current one")
+    for name, flag in (("in_place", in_place), ("progress", progress)):
+        if not isinstance(flag, bool):
+            raise InputError(f"{name}={flag!r} must be True or False")
     if training_data is not None and fine_tuning is None:
         raise InputError("training_data has no effect without fine_tuning; give both, or neither")
     given = Settings(

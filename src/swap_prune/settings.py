@@ -43,6 +43,8 @@ HELD_OUT_SAMPLES = 1000
 HELD_OUT_FRACTION = 0.2
 # With fewer held out, what seems better is chance: cutting by magnitude is safer.
 FEW_HELD_OUT = 10
+# More would never end; the paper has 15.
+MOST_STAGES = 10_000
 # A stage's rows and the samples of one, where the data have as many.
 MOST_ROWS = 1000
 MOST_SAMPLES_PER_ROW = 16
@@ -131,6 +133,8 @@ def check(settings: Settings) -> None:
             raise InputError(
                 f"{name}={value!r} must be a whole number of at least {least}{limit}{or_auto}"
             )
+    if settings.stages is not None and settings.stages > MOST_STAGES:
+        raise InputError(f"stages={settings.stages} must be at most {MOST_STAGES:,}")
     for name in ("relative", "per_layer", "audit", "screen", "reconstruction"):
         value = getattr(settings, name)
         unset = value is None and Settings.__dataclass_fields__[name].default is None

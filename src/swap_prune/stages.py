@@ -283,6 +283,7 @@ class Run:
         w = self.weights.read(self.model)
         masks = self._masks(w)
         nonzeros = int((w != 0).sum())
+        self._warn_of_training()
         lost = [name for name, mask in masks.items() if not mask.any()]
         if lost and self.settings.sparsity > 0:
             others = f" and of {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -302,6 +303,21 @@ class Run:
             seconds=self.seconds,
             settings=settings_of.describe(self.settings),
         )
+
+    def _warn_of_training(self) -> None:
+        """Warn if the epochs after the last stage did more harm than good."""
+        if not self.epochs_after or self.held_out is None:
+            return
+        before, after = (
+            self.history[line]["held_out_loss"] for line in (-1 - self.epochs_after, -1)
+        )
+        if not after <= before:
+            warnings.warn(
+                f"fine-tuning raised the held-out loss from {before:.4g} to {after:.4g}; a smaller "
+                "learning_rate, or optimizer='adam' with one of 0.001 (for attention), may suit "
+                "the model better",
+                stacklevel=4,
+            )
 
     def _masks(self, w: Tensor) -> dict[str, Tensor]:
         return {name: part != 0 for name, part in self.weights.split(w).items()}
