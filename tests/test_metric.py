@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
+from torch.nn import functional
 
 from swap_prune import InputError, evaluate, metric, prune
 from swap_prune.gradients import DenseGradients
@@ -202,7 +203,7 @@ def digits_in_units(unit):
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(100):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
     with torch.no_grad():
         model[0].weight /= unit
@@ -217,3 +218,19 @@ def test_auto_goes_by_layers_where_their_scales_differ(unit):
     assert (result.history[0]["metric"] == "layers") == (unit == 255)
     assert max(result.layer_sparsity.values()) < 1
     assert evaluate(result.model, data).top1 > 90
+
+
+@pytest.mark.parametrize("method", ["lr", "ewr"])
+def test_the_unit_of_the_loss_hardly_matters(method):
+    """What no quadratic model depends on, the search for its damping must not either."""
+    model, data = digits_in_units(1)
+    settings = {"stages": 4, "samples": 200, "samples_per_row": 4, "method": method}
+    for unit in (1e-4, 1.0, 1e5):
+        result = prune(
+            model,
+            data,
+            sparsity=0.8,
+            loss=lambda o, t, c=unit: c * functional.cross_entropy(o, t),
+            **settings,
+        )
+        assert evaluate(result.model, data).top1 > 90

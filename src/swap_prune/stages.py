@@ -61,7 +61,7 @@ BASELINES: dict[str, type[Method]] = {
 }
 # What the steps of a run directory hold and mean; another number for every change of it, so that
 # no run goes on from what an older version has saved.
-FORMAT = 3
+FORMAT = 4
 # Samples by which a run directory knows its data again.
 FINGERPRINT_SAMPLES = 64
 # Samples that BatchNorm's statistics are taken of.

@@ -17,13 +17,17 @@ from swap_prune.gradients import Buffers, DenseGradients
 from swap_prune.methods.base import Auto, Method, Stage
 from swap_prune.methods.blocks import compensated
 from swap_prune.methods.cloud import Cloud, RowMemory
-from swap_prune.metric import Metric, scales
+from swap_prune.metric import Metric, mean_squares, scales
 from swap_prune.reconstruction import VECTORS, Moments, reconstructed
 from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
 
 # Where the search for a setting begins at the first stage; later stages begin at the last choice.
 FIRST_DAMPING = 0.01
 FIRST_STEP_DAMPING = 0.3
+# Mean curvatures of a weight between which these, and the range of the search, are as they are;
+# beyond them all are in proportion, for losses in other units (sums over pixels, say). Our networks
+# have 6e-5 to 6e-3.
+USUAL_CURVATURES = (1e-6, 0.02)
 # Damping of the saliency, relative to the mean curvature of a weight.
 SELECTION_DAMPING = 1e-3
 DAMPING_FACTOR = 3.0
@@ -101,19 +105,27 @@ class WassersteinRegression(Method):
 
     def __post_init__(self) -> None:
         """Where the searches begin; each stage's choice is the next one's beginning."""
-        self._damping = FIRST_DAMPING if self.damping == "auto" else self.damping
-        self._first_step_damping = FIRST_STEP_DAMPING if self.damping == "auto" else self.damping
-        self._step_damping = self._first_step_damping
+        self._unit: float | None = None  # of dampings, once the first stage's rows are known
+        self._begin(1.0)
         self._memory = RowMemory(self.memory, self.discount)
         # For one copy of G's columns, the regression's of the moment.
         self._buffers = Buffers()
         self._metric: Metric | None = None if self.metric == "auto" else self.metric
         self._moments: dict[int, Moments] = {}  # by the number of the layer
 
+    def _begin(self, unit: float) -> None:
+        """Where the searches of dampings begin, in this unit."""
+        given = self.damping
+        self._damping = unit * FIRST_DAMPING if given == "auto" else given
+        self._first_step_damping = unit * FIRST_STEP_DAMPING if given == "auto" else given
+        self._step_damping = self._first_step_damping
+        self._range = (unit * DAMPING_RANGE[0], unit * DAMPING_RANGE[1])
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The rows remembered, and where the next stage's searches begin."""
         seen = self._moments.items()
         values = {
+            "unit": self._unit,
             "damping": self._damping,
             "step_damping": self._step_damping,
             "metric": self._metric,
@@ -125,6 +137,9 @@ class WassersteinRegression(Method):
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Take up what `state` gave."""
         self._memory.restore(tensors)
+        self._unit = values["unit"]
+        if self._unit is not None:
+            self._begin(self._unit)
         self._damping, self._step_damping = values["damping"], values["step_damping"]
         self._metric = values["metric"]
         self._moments = {
@@ -135,6 +150,9 @@ class WassersteinRegression(Method):
     def prune(self, stage: Stage) -> tuple[Tensor, dict[str, Any]]:
         """New weights (p,) within the budget, and the settings chosen."""
         assert stage.gradients is not None
+        if self._unit is None:
+            self._unit = _unit_of_dampings(stage)
+            self._begin(self._unit)
         if self._metric is None:
             self._metric = self._rehearsed_metric(stage)
         scale = scales(stage.gradients.rows(), stage.w_bar != 0, self._metric, stage.layers)
@@ -192,7 +210,7 @@ class WassersteinRegression(Method):
                 self._damping,
                 lambda damping: Candidate(ridge.dual(y, damping), settings | {"damping": damping}),
                 DAMPING_FACTOR,
-                DAMPING_RANGE,
+                self._range,
                 solution,
             )
             self._damping = solution.settings["damping"]
@@ -378,7 +396,7 @@ class WassersteinRegression(Method):
         taken = step(self._step_damping, size)
         if self.damping == "auto":
             taken = trial.line(
-                self._step_damping, lambda d: step(d, size), DAMPING_FACTOR, DAMPING_RANGE, taken
+                self._step_damping, lambda d: step(d, size), DAMPING_FACTOR, self._range, taken
             )
         if self.first_order == "auto":
             none = Candidate(solution.v, solution.settings | {"first_order": 0.0}, solution.losses)
@@ -394,6 +412,16 @@ class WassersteinRegression(Method):
             if trial.improves(bolder, solution):
                 return bolder
         return taken
+
+
+def _unit_of_dampings(stage: Stage) -> float:
+    """1 for usual curvatures, otherwise in proportion to them."""
+    assert stage.gradients is not None
+    mean = float(mean_squares(stage.gradients.rows())[stage.w_bar != 0].mean())
+    if not 0 < mean < math.inf:
+        return 1.0
+    least, most = USUAL_CURVATURES
+    return mean / min(max(mean, least), most)
 
 
 def _lowest(losses: list[float]) -> int:
