@@ -137,8 +137,14 @@ def test_a_description_is_json_and_builds_the_noise_again(kind):
         (("labels", -0.1), r"noise fraction=-0.1 must be"),
         (("gradient-rows", math.nan, 1), r"noise fraction=nan must be"),
         (("gradient-rows", True, 1), r"noise fraction=True must be"),
-        (("gradient-entries", None, 1), r"noise fraction=None must be a number in \[0, 1\]"),
-        (("adversarial", 0.1), r"noise level=None must be a finite number of at least 0"),
+        (
+            ("gradient-entries", None, 1),
+            r"noise fraction is missing; kind='gradient-entries' takes a number in \[0, 1\]",
+        ),
+        (
+            ("adversarial", 0.1),
+            r"noise level is missing; kind='adversarial' takes a finite number of at least 0",
+        ),
         (("adversarial", 0.1, -1), r"noise level=-1 must be"),
         (("input", 0.1, math.inf), r"noise level=inf must be"),
         (("analog", None, "1"), r"noise level='1' must be"),

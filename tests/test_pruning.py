@@ -784,3 +784,10 @@ def test_training_that_does_harm_is_told():
     data = torch.randn(80, 6), torch.randint(3, (80,))
     with pytest.warns(UserWarning, match="fine-tuning raised the held-out loss from"):
         prune(network(), data, sparsity=0.5, fine_tuning={"epochs_after": 2, "learning_rate": 50.0})
+
+
+def test_test_data_that_do_not_fit_are_named():
+    data = torch.randn(80, 6), torch.randint(3, (80,))
+    wide = torch.randn(10, 7), torch.randint(3, (10,))
+    with pytest.raises(InputError, match="test_data can't be used: the model can't be called"):
+        prune(network(), data, sparsity=0.5, test_data=wide)

@@ -81,6 +81,10 @@ class Noise:
         ):
             if name in _settings_of(type(self)):
                 value = getattr(self, name)
+                if value is None:
+                    raise InputError(
+                        f"noise {name} is missing; kind={self.kind!r} takes {described}"
+                    )
                 numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
                 if not numeric or not 0 <= value <= largest:
                     raise InputError(f"noise {name}={value!r} must be {described}")

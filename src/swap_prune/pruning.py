@@ -218,7 +218,10 @@ def prune(
         if test_data is not None:
             run.test_data = Samples(test_data, "test_data")
             first = run.test_data.read(torch.arange(1))
-            check_task(run.model, to_device(first, torch.device("cpu")), loss)
+            try:
+                check_task(run.model, to_device(first, torch.device("cpu")), loss)
+            except InputError as error:
+                raise InputError(f"test_data can't be used: {error}") from error
         run.rehearse()
         if isinstance(directory, (str, Path)):
             directory = RunDirectory(directory)
