@@ -225,12 +225,12 @@ def test_the_unit_of_the_loss_hardly_matters(method):
     """What no quadratic model depends on, the search for its damping must not either."""
     model, data = digits_in_units(1)
     settings = {"stages": 4, "samples": 200, "samples_per_row": 4, "method": method}
-    for unit in (1e-4, 1.0, 1e5):
+    for unit in (1e-5, 1.0, 1e6):
         result = prune(
             model,
             data,
-            sparsity=0.8,
+            sparsity=0.85,
             loss=lambda o, t, c=unit: c * functional.cross_entropy(o, t),
             **settings,
         )
-        assert evaluate(result.model, data).top1 > 90
+        assert evaluate(result.model, data).top1 > 93

@@ -233,7 +233,10 @@ def _number_or_auto(text: str) -> float | str:
 
 
 def _metric(text: str) -> float | str:
-    return text if text == "layers" else _number_or_auto(text)
+    try:
+        return text if text in ("auto", "layers") else float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, layers or auto") from error
 
 
 def _count_or_auto(text: str) -> int | str:

@@ -284,14 +284,7 @@ class Run:
         masks = self._masks(w)
         nonzeros = int((w != 0).sum())
         self._warn_of_training()
-        lost = [name for name, mask in masks.items() if not mask.any()]
-        if lost and self.settings.sparsity > 0:
-            others = f" and of {len(lost) - 1} more" if len(lost) > 1 else ""
-            warnings.warn(
-                f"no weight is left of {lost[0]}{others}, through which nothing passes any more; "
-                "per_layer=True keeps some in every layer, and exclude= all of those it names",
-                stacklevel=4,
-            )
+        self._warn_of_lost(masks)
         return PruneResult(
             model=self.model,
             masks=masks,
@@ -304,6 +297,17 @@ class Run:
             settings=settings_of.describe(self.settings),
         )
 
+    def _warn_of_lost(self, masks: dict[str, Tensor]) -> None:
+        """Warn if layers have no weight left."""
+        lost = [name for name, mask in masks.items() if not mask.any()]
+        if lost and self.settings.sparsity > 0:
+            others = f" and of {len(lost) - 1} more" if len(lost) > 1 else ""
+            warnings.warn(
+                f"no weight is left of {lost[0]}{others}, through which nothing passes any more; "
+                "per_layer=True keeps some in every layer, exclude= leaves a layer as it is",
+                stacklevel=5,
+            )
+
     def _warn_of_training(self) -> None:
         """Warn if the epochs after the last stage did more harm than good."""
         if not self.epochs_after or self.held_out is None:
@@ -314,9 +318,9 @@ class Run:
         if not after <= before:
             warnings.warn(
                 f"fine-tuning raised the held-out loss from {before:.4g} to {after:.4g}; a smaller "
-                "learning_rate, or optimizer='adam' with one of 0.001 (for attention), may suit "
+                "learning_rate, or optimizer='adam' with one of 0.002 (for attention), may suit "
                 "the model better",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _masks(self, w: Tensor) -> dict[str, Tensor]:

@@ -50,8 +50,8 @@ MIXTURES = (0.5, 0.25, 1.0)
 # What metric="auto" tries, and on how many rows at most: more chose the same (docs/choices.md).
 METRICS = (0.0, 0.9)
 REHEARSAL_ROWS = 250
-# By layers it has to be better by this fraction; where their scales differ it is by 30% and more,
-# and elsewhere it was never better at all (docs/choices.md).
+# By layers it has to be better by this fraction; where their scales differ by 32 and more it is by
+# 30% and more, and where they are alike it was never better (docs/choices.md).
 LAYERS_GAIN = 0.1
 # The dampings of blocks that are tried, relative to the mean curvature of a weight.
 BLOCK_DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
