@@ -24,6 +24,9 @@ SETTINGS: dict[str, Any] = {
 NOISES: dict[str, dict[str, Any] | None] = {
     "clean": None,
     "input": {"kind": "input", "fraction": 0.25, "level": 1.0},
+    # Level 1 leaves ResNet20's images nearly as they are, and costs LR nothing there.
+    "input, level 2": {"kind": "input", "fraction": 0.25, "level": 2.0},
+    "input, level 4": {"kind": "input", "fraction": 0.25, "level": 4.0},
     "gradient-entries": {"kind": "gradient-entries", "fraction": 0.25, "level": 1.0},
     "gradient-rows": {"kind": "gradient-rows", "fraction": 0.25, "level": 1.0},
     "labels": {"kind": "labels", "fraction": 0.25},
