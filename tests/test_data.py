@@ -69,15 +69,20 @@ def test_factory_may_return_a_pair_or_splits(tmp_path, monkeypatch):
         "def pair(): return make(5), make(4)\n"
         "def loaders(): return DataLoader(make(5)), DataLoader(make(4))\n"
         "def splits(): return Splits(make(5), make(4), 'mine')\n"
+        "def tensors(): return make(5).tensors, make(4).tensors\n"
         "def wrong(): return 1, 2\n"
+        "def one_set(): return make(5).tensors\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     pair = data.load("user_sets:pair")
     assert (len(pair.train), len(pair.test), pair.name) == (5, 4, "user_sets:pair")
     assert data.load("user_sets:splits").name == "mine"
     assert len(data.load("user_sets:loaders").test) == 4
-    with pytest.raises(InputError, match=r"returned tuple of int, int; a pair \(train, test\)"):
-        data.load("user_sets:wrong")
+    assert len(data.load("user_sets:tensors").test[0]) == 4
+    for wrong, parts in (("wrong", "int, int"), ("one_set", "Tensor, Tensor")):
+        message = rf"returned tuple of {parts}; a pair \(train, test\) is expected"
+        with pytest.raises(InputError, match=message):
+            data.load(f"user_sets:{wrong}")
 
 
 # --- mnist ------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from swap_prune.data import cifar10, digits, imagenet, mnist
@@ -68,8 +70,8 @@ def _from_factory(reference: str) -> Splits:
         return made
     if not (isinstance(made, tuple | list) and len(made) == 2 and all(map(_is_data, made))):
         raise InputError(
-            f"data set {reference!r} returned {_kind(made)}; a pair (train, test) of data sets "
-            "with a length or of DataLoaders, or a Splits, is expected"
+            f"data set {reference!r} returned {_kind(made)}; a pair (train, test) is expected, "
+            "each a data set with a length, a DataLoader or a pair of tensors, or a Splits"
         )
     train, test = made
     return Splits(train, test, reference)
@@ -82,5 +84,7 @@ def _kind(made: object) -> str:
 
 
 def _is_data(given: object) -> bool:
+    if isinstance(given, Tensor | np.ndarray):
+        return False  # inputs or labels alone: a factory that returned (x, y) of one set
     indexable = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     return indexable or isinstance(given, DataLoader)
