@@ -98,14 +98,19 @@ def draw(path: Path) -> None:
 
 def trained() -> str:
     """Both networks with training, beside the paper's EWR."""
-    headings = ["", "sparsity", "the paper's EWR", "EWR, authors' training", "EWR, our training"]
+    methods = {
+        "lr-authors": "LR, authors' training",
+        "ewr-authors": "EWR, authors' training",
+        "lr-trained": "LR, our training",
+        "ewr-trained": "EWR, our training",
+    }
+    headings = ["", "sparsity", "the paper's EWR", *methods.values()]
     lines = []
     for network, name in NETWORKS.items():
         for figure in table1.published_of(network):
             if figure.method == "EWR" and not figure.noise_fraction:
                 ours = [
-                    _scores(network, method, figure.sparsity, epochs=True)
-                    for method in ("ewr-authors", "ewr-trained")
+                    _scores(network, method, figure.sparsity, epochs=True) for method in methods
                 ]
                 if set(ours) != {MISSING}:
                     lines.append([name, f"{figure.sparsity:g}", f"{figure.top1:.2f}", *ours])
