@@ -64,7 +64,7 @@ INPUTS_OF_EVERY = 3
 # Directions that a row is asked about, each for two forward passes of its samples.
 DIRECTIONS = 4
 # h: weights change by 0.3%. Rounding of float32 losses and the curvature of networks then leave an
-# error of at most 3% of the square of a gradient (MLPNet and ResNet20, docs/noise.md).
+# error of at most 3% of the square of a gradient (MLPNet and ResNet20, docs/noise_experiments.md).
 STEP = 0.003
 # A row with so much more error than gradient, in squares, is refuted. The others have to be at
 # least half of the rows and, taken together, to have at most so much.

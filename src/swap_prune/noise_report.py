@@ -549,7 +549,7 @@ def _choose_samples_per_row(report: NoiseReport, most: int) -> tuple[int, list[s
     agreement, needed = report.agreement, report.samples_per_row_needed
     as_many = f"{_count(most, 'sample')} a row, as many as the data allow up to 16"
     if most == 1:
-        as_many = "more samples would help, but not as fewer rows of several (docs/noise.md)"
+        as_many = "more samples would help, but not as fewer rows of several (docs/noise_report.md)"
     if agreement is not None and agreement < WANTED_AGREEMENT:
         wanted = (
             "no signal was found"

@@ -34,7 +34,8 @@ DUST = 1e-3
 # A second group has at least this share of the samples; a few far out are in any data.
 LEAST_SHARE = 0.02
 # The model fails on it: so many times the others' mean loss, and so many standard errors above. No
-# more, for the losses of noisy inputs have heavy tails, and so has the error (docs/noise.md).
+# more, for the losses of noisy inputs have heavy tails, and so has the error
+# (docs/noise_experiments.md).
 LEAST_RATIO, LEAST_ERRORS = 1.5, 1.0
 
 

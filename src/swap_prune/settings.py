@@ -49,7 +49,7 @@ MOST_STAGES = 10_000
 MOST_ROWS = 1000
 MOST_SAMPLES_PER_ROW = 16
 # Rows that memory="auto" makes up to, a stage's own and those that stand for earlier stages', and
-# the least of the latter (docs/noise.md).
+# the least of the latter (docs/noise_experiments.md).
 ROWS_IN_ALL = 1000
 LEAST_MEMORY = 50
 # Most numbers in them: 2 GiB. While a stage is solved there are three of each, so they count as two

@@ -36,13 +36,14 @@ DAMPING_RANGE = (1e-8, 1e3)
 WORTHWHILE = 1e-3
 STEP_RANGE = (1 / 16, 16.0)
 # A coupling off the diagonal has to lower the held-out loss by this fraction: matching clouds asks
-# less than matching pairs, so small gains now are paid for in later stages (docs/noise.md).
+# less than matching pairs, so small gains now are paid for in later stages
+# (docs/noise_experiments.md).
 TRANSPORT_GAIN = 0.05
 # While weights are cut, steps are damped this much less than the held-out loss would have it: the
 # noise that a bold step brings is averaged away by the stages that follow (docs/choices.md).
 BOLDNESS = 3.0
 # With fewer rows than this, the mean gradient after a cut is that of the fresh rows alone. That is
-# better with 100 rows, and no different with 1,000 (docs/noise.md).
+# better with 100 rows, and no different with 1,000 (docs/noise_experiments.md).
 OWN_MEAN_BELOW = 500
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.1, 0.01, 1.0)
