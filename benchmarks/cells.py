@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from benchmarks import networks
 from swap_prune import data, evaluate, models, prune
+
+# What tells a run from others: its network, method and seed among it.
+Cell = dict[str, Any]
 
 
 def arguments(description: str, out: str) -> argparse.ArgumentParser:
@@ -33,27 +36,26 @@ class Runs:
 
     Args:
         out: the file; what it has is kept.
-        checkpoints: the directory of the networks' weights.
+        load: gives a cell's network and data.
     """
 
-    def __init__(self, out: Path, checkpoints: Path) -> None:
-        self.out = out
-        self.load = functools.cache(lambda network: networks.load(network, checkpoints))
+    def __init__(self, out: Path, load: Callable[[Cell], tuple[nn.Module, data.Splits]]) -> None:
+        self.out, self.load = out, load
         self.runs: list[dict[str, Any]] = (
             json.loads(out.read_text())["runs"] if out.exists() else []
         )
 
-    def missing(self, cells: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    def missing(self, cells: Iterable[Cell]) -> Iterable[Cell]:
         """The cells that have not been run, with a progress bar."""
         return tqdm([c for c in cells if not any(c.items() <= r.items() for r in self.runs)])
 
-    def data(self, network: str) -> data.Splits:
-        """A network's data."""
-        return self.load(network)[1]
+    def data(self, cell: Cell) -> data.Splits:
+        """The data of a cell's network."""
+        return self.load(cell)[1]
 
-    def add(self, cell: dict[str, Any], calibration: Dataset[Any], **settings: Any) -> None:
+    def add(self, cell: Cell, calibration: Dataset[Any], **settings: Any) -> None:
         """Prune a cell's network by its method with its seed, test it, and write the figures."""
-        model, splits = self.load(cell["network"])
+        model, splits = self.load(cell)
         result = prune(
             model,
             calibration,

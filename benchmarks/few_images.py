@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
+from benchmarks import networks
 from benchmarks.cells import Runs, arguments
 
 METHODS = ("magnitude", "wf", "lr", "ewr")
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.8, 0.9, 0.95, 0.98])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
-    runs = Runs(options.out, options.checkpoints)
+    runs = Runs(options.out, networks.loader(options.checkpoints))
     cells: list[dict[str, Any]] = [
         {"network": network, "sparsity": sparsity, "method": method, "seed": seed}
         for network in options.networks
@@ -35,7 +36,7 @@ def main() -> None:
         for method in options.methods
     ]
     for cell in runs.missing(cells):
-        train = runs.data(cell["network"]).train
+        train = runs.data(cell).train
         drawn = torch.Generator().manual_seed(cell["seed"])
         images = torch.randperm(len(train), generator=drawn)[:IMAGES].tolist()
         runs.add(cell, Subset(train, images), sparsity=cell["sparsity"], stages=15)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "settings": {"stages": 15, "samples": 1000, "samples_per_row": 8, "held_out": 500},
     },
 }
+
+
+def loader(checkpoints: Path) -> Callable[[dict[str, Any]], tuple[nn.Module, data.Splits]]:
+    """What loads the network of a benchmark's cell, each once."""
+    once = functools.cache(lambda network: load(network, checkpoints))
+    return lambda cell: once(cell["network"])
 
 
 def load(network: str, checkpoints: Path) -> tuple[nn.Module, data.Splits]:

@@ -16,6 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks import networks
 from benchmarks.cells import Runs, arguments
 
 SETTINGS: dict[str, Any] = {
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--noises", nargs="+", choices=NOISES, default=list(NOISES))
     parser.add_argument("--earlier", type=Path, help="more runs for the table, of other draws")
     options = parser.parse_args()
-    runs = Runs(options.out, options.checkpoints)
+    runs = Runs(options.out, networks.loader(options.checkpoints))
     cells: list[dict[str, Any]] = [
         {"network": network, "noise": noise, "method": method, "seed": seed}
         for network in options.networks
@@ -51,7 +52,7 @@ def main() -> None:
         for method in METHODS
     ]
     for cell in runs.missing(cells):
-        train = runs.data(cell["network"]).train
+        train = runs.data(cell).train
         runs.add(cell, train, noise=NOISES[cell["noise"]], **SETTINGS)
     earlier = json.loads(options.earlier.read_text())["runs"] if options.earlier else []
     for network in options.networks:

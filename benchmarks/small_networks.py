@@ -1,0 +1,136 @@
+"""Small networks of three kinds, as JSON; `benchmarks.readme` has the table.
+
+    python -m benchmarks.small_networks --seeds 8
+
+What a newcomer tries first: an MLP, a CNN and a transformer for scikit-learn's digits, trained
+until they know their 900 images by heart, and calibrated with the same images. Each seed is another
+draw of the images, another network and another run. 15 stages for all methods, defaults otherwise,
+no training after the cut. What is measured are the 397 training images left over, never the test
+images. Every finished run is written at once and never run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from benchmarks.cells import Runs
+from swap_prune import data
+from swap_prune.models.mlp import MLP
+
+METHODS = ("magnitude", "wf", "lr", "ewr")
+SPARSITIES = (0.8, 0.9, 0.95)
+IMAGES = 900
+EPOCHS = 100
+BATCH_SIZE = 64
+LEARNING_RATE = 2e-3
+
+
+class Block(nn.Module):
+    """Self-attention and two linear layers, each after a LayerNorm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_linear = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.linear = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (N, length, width) to as many."""
+        normed = self.before_attention(tokens)
+        parts = (layer(normed) for layer in (self.query, self.key, self.value))
+        query, key, value = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in parts)
+        attended = functional.scaled_dot_product_attention(query, key, value)
+        tokens = tokens + self.out(attended.transpose(1, 2).flatten(2))
+        return tokens + self.linear(self.before_linear(tokens))
+
+
+class Transformer(nn.Module):
+    """Two blocks of width 32 for digits: a row of pixels is a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        self.position = nn.Parameter(0.1 * torch.randn(8, 32))
+        self.blocks = nn.Sequential(Block(32, 4), Block(32, 4))
+        self.classify = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (N, 1, 8, 8) to logits (N, 10)."""
+        return self.classify(self.blocks(self.embed(images[:, 0]) + self.position).mean(1))
+
+
+def cnn() -> nn.Module:
+    """Two convolutions with BatchNorm and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: MLP((64, 48, 32, 10), bias=True),
+    "cnn": cnn,
+    "transformer": Transformer,
+}
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small_networks.json"))
+    options = parser.parse_args()
+    runs = Runs(options.out, lambda cell: trained(cell["network"], cell["seed"]))
+    cells: list[dict[str, Any]] = [
+        {"network": network, "sparsity": sparsity, "method": method, "seed": seed}
+        for seed in range(options.seeds)
+        for network in NETWORKS
+        for sparsity in SPARSITIES
+        for method in METHODS
+    ]
+    for cell in runs.missing(cells):
+        runs.add(cell, runs.data(cell).train, sparsity=cell["sparsity"], stages=15)
+
+
+@functools.cache
+def trained(network: str, seed: int) -> tuple[nn.Module, data.Splits]:
+    """A network, the images that it was trained on, and the others."""
+    torch.manual_seed(seed)
+    digits = data.load("digits").train
+    assert isinstance(digits, TensorDataset)
+    order = torch.randperm(len(digits))
+    train, others = (TensorDataset(*digits[part]) for part in (order[:IMAGES], order[IMAGES:]))
+    images, labels = train.tensors
+    model = NETWORKS[network]()
+    optimiser = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(IMAGES).split(BATCH_SIZE):
+            optimiser.zero_grad()
+            functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimiser.step()
+    return model.eval(), data.Splits(train, others, "digits")
+
+
+if __name__ == "__main__":
+    main()
