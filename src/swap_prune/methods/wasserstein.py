@@ -43,7 +43,7 @@ TRANSPORT_GAIN = 0.05
 # noise that a bold step brings is averaged away by the stages that follow (docs/choices.md).
 BOLDNESS = 3.0
 # With fewer rows than this, the mean gradient after a cut is that of the fresh rows alone. That is
-# better with 100 rows, and no different with 1,000 (docs/noise_experiments.md).
+# better with 100 rows, and no better on the whole with 1,000 (docs/noise_experiments.md).
 OWN_MEAN_BELOW = 500
 # What epsilon="auto" and mixture="auto" try, relative to the variance of y.
 EPSILONS = (0.1, 0.01, 1.0)
