@@ -3,32 +3,35 @@
     python -m benchmarks.small_networks --seeds 8
 
 What a newcomer tries first: an MLP, a CNN and a transformer for scikit-learn's digits, trained
-until they know their 900 images by heart, and calibrated with the same images. Each seed is another
-draw of the images, another network and another run. 15 stages for all methods, defaults otherwise,
-no training after the cut. What is measured are the 397 training images left over, never the test
-images. Every finished run is written at once and never run again.
+until they know their 500 images by heart, and calibrated with 400 of these ("seen") or with 400
+others ("unseen"). Each seed is another draw of the images, another network and another run. 15
+stages for all methods, defaults otherwise, no training after the cut. What is measured are the 397
+training images left over, never the test images. Every finished run is written at once and never
+run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from benchmarks.cells import Runs
+from benchmarks.cells import Cell, Runs
 from swap_prune import data
 from swap_prune.models.mlp import MLP
 
 METHODS = ("magnitude", "wf", "lr", "ewr")
 SPARSITIES = (0.8, 0.9, 0.95)
-IMAGES = 900
+# Of the 1,297 training images; calibration takes as many seen as unseen ones.
+TRAINED_ON, CALIBRATED_WITH = 500, 400
+CALIBRATIONS = ("seen", "unseen")
 EPOCHS = 100
 BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
@@ -101,35 +104,38 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small_networks.json"))
     options = parser.parse_args()
-    runs = Runs(options.out, lambda cell: trained(cell["network"], cell["seed"]))
-    cells: list[dict[str, Any]] = [
-        {"network": network, "sparsity": sparsity, "method": method, "seed": seed}
-        for seed in range(options.seeds)
-        for network in NETWORKS
-        for sparsity in SPARSITIES
-        for method in METHODS
-    ]
+    runs = Runs(options.out, load)
+    names = ("seed", "network", "sparsity", "calibration", "method")
+    choices = (range(options.seeds), NETWORKS, SPARSITIES, CALIBRATIONS, METHODS)
+    cells = [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*choices)]
     for cell in runs.missing(cells):
         runs.add(cell, runs.data(cell).train, sparsity=cell["sparsity"], stages=15)
 
 
+def load(cell: Cell) -> tuple[nn.Module, data.Splits]:
+    """A cell's network, its calibration images, and those that it is measured on."""
+    model, seen, unseen, others = trained(cell["network"], cell["seed"])
+    return model, data.Splits(seen if cell["calibration"] == "seen" else unseen, others, "digits")
+
+
 @functools.cache
-def trained(network: str, seed: int) -> tuple[nn.Module, data.Splits]:
-    """A network, the images that it was trained on, and the others."""
+def trained(network: str, seed: int) -> tuple[nn.Module, *tuple[TensorDataset, ...]]:
+    """A network, images that it was trained on, as many that it was not, and all others."""
     torch.manual_seed(seed)
     digits = data.load("digits").train
     assert isinstance(digits, TensorDataset)
     order = torch.randperm(len(digits))
-    train, others = (TensorDataset(*digits[part]) for part in (order[:IMAGES], order[IMAGES:]))
-    images, labels = train.tensors
+    images, labels = digits[order[:TRAINED_ON]]
     model = NETWORKS[network]()
     optimiser = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     for _ in range(EPOCHS):
-        for batch in torch.randperm(IMAGES).split(BATCH_SIZE):
+        for batch in torch.randperm(TRAINED_ON).split(BATCH_SIZE):
             optimiser.zero_grad()
             functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimiser.step()
-    return model.eval(), data.Splits(train, others, "digits")
+    unseen = order[TRAINED_ON:]
+    parts = (order[:CALIBRATED_WITH], unseen[:CALIBRATED_WITH], unseen[CALIBRATED_WITH:])
+    return model.eval(), *(TensorDataset(*digits[part]) for part in parts)
 
 
 if __name__ == "__main__":
