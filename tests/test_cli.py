@@ -321,3 +321,17 @@ def test_a_schedule_that_is_none(capsys):
     with pytest.raises(SystemExit):
         main(["prune", "--schedule", "0.5,x"])
     assert "'0.5,x' must be cubic, linear, or sparsities as 0.5,0.8,0.9" in capsys.readouterr().err
+
+
+def test_an_empty_directory_is_not_the_current_one(capsys):
+    with pytest.raises(SystemExit):
+        run("prune", *TASK, "--sparsity", "0.5", "--out", "")
+    assert "argument --out: it is empty; give a path" in capsys.readouterr().err
+
+
+def test_an_unknown_option_names_the_help_that_lists_it(capsys):
+    with pytest.raises(SystemExit):
+        run("prune", *TASK, "--sparsity", "0.5", "--out", "x", "--methd", "lr")
+    error = capsys.readouterr().err
+    assert error.startswith("swap-prune prune: error: unrecognized arguments: --methd lr;")
+    assert error.endswith("swap-prune prune --help lists what there is\n")

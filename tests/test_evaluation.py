@@ -198,7 +198,7 @@ def test_one_group_tells_nothing_of_chance():
 def test_a_loss_that_mixes_samples_by_broadcasting_is_told():
     x = torch.randn(40, 3)
     data = x, x.sum(1)
-    with pytest.raises(InputError, match=r"for both; it must be the batch's mean.*broadcast"):
+    with pytest.raises(InputError, match=r"together; it must be the batch's mean.*broadcast"):
         prune(nn.Linear(3, 1), data, sparsity=0.5, loss=lambda o, t: ((o - t) ** 2).mean())
 
 
@@ -208,3 +208,43 @@ def test_a_loss_that_weighs_samples_by_their_class_is_a_mean():
     loss = nn.CrossEntropyLoss(weight=weights)
     result = prune(nn.Linear(3, 2), data, sparsity=0.5, loss=loss, samples_per_row=4, samples=5)
     assert result.nonzeros == 3
+
+
+def square(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def summed(output, target):
+    return ((output - target) ** 2).sum()
+
+
+def test_data_that_broadcast_are_told_wherever_they_are_given():
+    x = torch.randn(40, 3)
+    model = nn.Linear(3, 1)
+    right, wrong = (x, model(x).detach()), (x, model(x).detach()[:, 0])
+    assert evaluate(model, right, loss=square).loss < 1e-9
+    with pytest.raises(InputError, match="broadcast"):
+        evaluate(model, wrong, loss=square)
+    settings = {"sparsity": 0.5, "loss": square, "stages": 1}
+    with pytest.raises(InputError, match=r"^test_data can't be used: .*broadcast"):
+        prune(model, right, test_data=wrong, **settings)
+    with pytest.raises(InputError, match=r"^training_data can't be used: .*broadcast"):
+        prune(model, right, training_data=wrong, fine_tuning="default", **settings)
+
+
+def test_a_sum_is_told_where_the_first_sample_has_no_loss():
+    x = torch.randn(40, 3)
+    model = nn.Linear(3, 2)
+    target = model(x).detach()
+    target[7:] += 1.0
+    assert evaluate(model, (x, target), loss=square).loss == pytest.approx(33 / 40, abs=1e-5)
+    with pytest.raises(InputError, match="two copies of it; it must be the batch's mean"):
+        evaluate(model, (x, target), loss=summed)
+
+
+@pytest.mark.parametrize("name", ["0.bias", "1.running_var"])
+def test_a_nan_of_the_model_is_not_blamed_on_a_sample(name):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    dict([*model.named_parameters(), *model.named_buffers()])[name].data[1] = torch.nan
+    with pytest.raises(InputError, match=f"the model's (parameter|buffer) {name} holds NaN"):
+        prune(model, (torch.randn(40, 3), torch.arange(40) % 2), sparsity=0.5)

@@ -412,3 +412,30 @@ def test_a_transformer_with_padding_has_its_rows_at_once(recwarn):
         parameters = [model.get_parameter(name) for name in weights.names]
         exact = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
         torch.testing.assert_close(row, exact, rtol=1e-3, atol=1e-5)
+
+
+class RarelyTwice(nn.Module):
+    """Uses a layer's weight besides the layer, for samples with a large first number only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        rare = (x[:, :1] > 1.5).float()
+        return self.b((self.a(x) + rare * functional.linear(x.flip(1), self.a.weight)).relu())
+
+
+def test_a_weight_used_elsewhere_for_a_few_samples():
+    """The rows that are compared one by one, the first, the last and the largest, are right."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 5), torch.randint(0, 3, (40,))
+    x[:, 0] = x[:, 0].clamp_max(1.0)
+    x[0] *= 50
+    x[3, 0] = 2.0
+    x[0, 0] = 0.0
+    model = RarelyTwice().eval()
+    weights = select_weights(model)
+    found = gradient_rows(model, weights, x, y, functional.cross_entropy).rows()
+    truth = loop_rows(model, weights, x, y, functional.cross_entropy, 1)
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)

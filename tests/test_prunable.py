@@ -116,3 +116,8 @@ def test_patterns_leave_the_scales_of_norms_alone(include):
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     assert select_weights(model, include).names == ("0.weight", "2.weight")
     assert select_weights(model, "LayerNorm").names == ("1.weight",)
+
+
+def test_a_compiled_model_is_told():
+    with pytest.raises(InputError, match="_orig_mod"):
+        select_weights(torch.compile(nn.Linear(3, 2)))

@@ -301,7 +301,7 @@ def test_a_network_given_channels_last_resumes_to_the_same_result(tmp_path):
 
 def test_training_that_cannot_work_is_known_before_pruning(tmp_path):
     narrow = (torch.randn(10, 5), torch.zeros(10, dtype=torch.long))
-    with pytest.raises(InputError, match="the model can't be trained on a batch of 10 samples"):
+    with pytest.raises(InputError, match="training_data can't be used: the model can't be called"):
         run(tmp_path / "out", training_data=narrow)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="training_data has no effect without fine_tuning"):
@@ -482,3 +482,24 @@ def test_a_recipe_that_was_there_stays_as_it_is_written(tmp_path):
     assert (tmp_path / "recipe.yaml").read_text() == "method: ewr"
     directory.clear()
     assert not (tmp_path / "recipe.yaml").exists()
+
+
+def test_other_training_inputs_and_other_test_data_are_refused(tmp_path):
+    inputs, labels = data.load("digits").train[:]
+    given = {"training_data": (inputs, labels), "test_data": (inputs[:50], labels[:50])}
+    run(tmp_path, **given)
+    run(tmp_path, **given)
+    with pytest.raises(InputError, match="training_inputs_sha256"):
+        run(tmp_path, **given | {"training_data": (2 * inputs, labels)})
+    with pytest.raises(InputError, match="test_inputs_sha256"):
+        run(tmp_path, **given | {"test_data": (inputs[50:100], labels[:50])})
+
+
+def test_steps_without_a_configuration_are_not_continued(tmp_path, finished):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    for name in ("configuration.json", "model.safetensors"):
+        (tmp_path / name).unlink()
+    with pytest.raises(InputError, match=r"already has a run \(stages\); give another directory"):
+        run(tmp_path, sparsity=0.5)
+    result = run(RunDirectory(tmp_path, overwrite=True), sparsity=0.5)
+    assert result.sparsity == pytest.approx(0.5, abs=1e-3)

@@ -53,6 +53,11 @@ class Samples:
             inputs, targets = self._read(indices)
             return _checked(inputs, len(indices)), _checked(targets, len(indices))
 
+    def spread(self, most: int) -> Batch:
+        """At most so many samples, from everywhere."""
+        count = min(most, len(self))
+        return self.read(torch.arange(count, device="cpu") * len(self) // count)
+
     def sample_bytes(self) -> int:
         """The memory that the first sample takes; transforms of it draw no numbers of torch's."""
         with torch.random.fork_rng(devices=[]):
@@ -198,8 +203,8 @@ def _tensor_reader(batch: Batch) -> tuple[int, Callable[[Tensor], Batch]]:
         wrong = next(x for x in leaves if not isinstance(x, Tensor) or x.ndim == 0)
         kind = "a tensor without dimensions" if isinstance(wrong, Tensor) else type(wrong).__name__
         raise InputError(
-            f"calibration as a pair must hold tensors with samples first, not {kind}; single "
-            "samples go into a Dataset"
+            f"calibration as a pair must hold tensors with samples first, not {kind}; "
+            "arrays become tensors by torch.from_numpy, and single samples go into a Dataset"
         )
     sizes = sorted({leaf.shape[0] for leaf in leaves})
     if len(sizes) > 1:

@@ -26,7 +26,9 @@ from swap_prune.training import PRESETS, FineTuning
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 when it succeeded, 2 when an argument can't be used."""
-    options = parser().parse_args(arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         options.command(options)
     except (InputError, OSError) as error:
@@ -74,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_data(commands.add_parser("data", help="fetch a data set"))
     _add_demo(commands.add_parser("demo", help="prune an embedded network in three ways"))
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return top
 
 
@@ -84,7 +88,7 @@ def _add_prune(command: argparse.ArgumentParser) -> None:
     _add_task(command)
     option = command.add_argument
     option("--sparsity", type=float, required=True, help="fraction of zeros, in [0, 1)")
-    option("--out", type=Path, required=True, help="directory for the model and the result")
+    option("--out", type=_directory, required=True, help="directory for the model and the result")
     option("--overwrite", action="store_true", help="replace the run that --out already has")
     option("--method", help=f"{', '.join(METHODS)} (default: ewr)")
     option("--stages", type=int, help="times that weights are cut and gradients taken (15)")
@@ -232,6 +236,13 @@ def _number_or_auto(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto") from error
 
 
+def _directory(text: str) -> Path:
+    # A variable of the shell that is not set, which Path would take for the current directory.
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a path, '.' for the current directory")
+    return Path(text)
+
+
 def _metric(text: str) -> float | str:
     try:
         return text if text in ("auto", "layers") else float(text)
@@ -269,7 +280,9 @@ def _add_resume(command: argparse.ArgumentParser) -> None:
 
 def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", type=Path, help="a YAML file")
-    command.add_argument("--out", type=Path, required=True, help="directory, one folder a seed")
+    command.add_argument(
+        "--out", type=_directory, required=True, help="directory, one folder a seed"
+    )
     command.set_defaults(command=_run)
 
 
@@ -335,7 +348,7 @@ def _add_data(command: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--out", type=Path, default=Path("demo-output"), help="directory")
+    command.add_argument("--out", type=_directory, default=Path("demo-output"), help="directory")
     command.add_argument("--overwrite", action="store_true", help="replace what --out has")
     command.set_defaults(command=_demo)
 

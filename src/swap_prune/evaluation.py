@@ -23,6 +23,8 @@ from swap_prune.gradients.rows import Loss
 BATCH_NUMBERS = 2_400_000
 MOST_SAMPLES = 100
 MOST_VECTORS = 1000
+# Samples that a loss is tried on before it is used.
+TRIED_SAMPLES = 16
 # Held-out samples are evaluated in about this many groups, whose spread tells what is chance.
 GROUPS = 20
 # A gain has to be above so many standard errors of itself, which is taken group by group: with few
@@ -61,9 +63,10 @@ def evaluate(model: nn.Module, data: Any, loss: Loss | None = None) -> Evaluatio
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total, hits = 0.0, torch.zeros(2, device="cpu")
     classifier = True
-    first = to_device(samples.read(torch.arange(1, device="cpu")), device)
-    check_task(model, first, loss)
-    memory_format, size = fastest_format(model, first[0]), batch_samples(model, first[0])
+    some = to_device(samples.spread(TRIED_SAMPLES), device)
+    check_task(model, some, loss)
+    first = tree_map(lambda leaf: leaf[:1], some[0])
+    memory_format, size = fastest_format(model, first), batch_samples(model, first)
     for start in range(0, len(samples), size):
         indices = torch.arange(start, min(start + size, len(samples)), device="cpu")
         inputs, targets = to_device(samples.read(indices), device)
@@ -216,8 +219,8 @@ def check_task(
 ) -> None:
     """Raise unless the model takes the inputs, and the loss its output and the targets.
 
-    Model and loss are tried on one sample, on two copies of it and on two samples; with the default
-    loss, every label is looked at.
+    Model and loss are tried on one sample and on two copies of it; of the default loss every label
+    is looked at, and a loss of the user's own is tried on more samples.
 
     Args:
         model: called on inputs.
@@ -242,28 +245,45 @@ def check_task(
                     f"the model's output is {_kind(of_two)} for two samples; each must have its own"
                 )
             return
-        value = _scalar_loss(loss, output, one_target)
-        again = _scalar_loss(loss, of_two, _twice(one_target))
-        other_input, other_target = tree_map(lambda leaf: leaf[-1:], batch)
-        other = _scalar_loss(loss, _output(model, other_input), other_target)
-        two_inputs, two_targets = tree_map(lambda leaf: leaf[:: max(1, len(leaf) - 1)], batch)
-        together = _scalar_loss(loss, _output(model, two_inputs), two_targets)
-    # Rounding is far below this; a sum is twice the mean. What isn't finite is told elsewhere.
+        _check_loss(model, batch, loss)
+
+
+def _check_loss(model: nn.Module, batch: Batch, loss: Loss) -> None:
+    """Raise unless a loss is the mean over its batch.
+
+    It is tried on samples one by one, on the one of the largest loss twice, on the first and the
+    last and on all together. Call it without gradients.
+    """
+    count = len(tree_leaves(batch)[0])
+    most = min(count, TRIED_SAMPLES)
+    tried = {*(i * count // most for i in range(most)), count - 1}
+
+    def of(chosen: list[int]) -> float:
+        inputs, targets = tree_map(lambda leaf: leaf[chosen], batch)
+        return _scalar_loss(loss, _output(model, inputs), targets)
+
+    singles = {i: of([i]) for i in sorted(tried)}
+    if not all(map(math.isfinite, singles.values())):
+        return  # which is told elsewhere
+    worst = max(singles, key=lambda i: abs(singles[i]))
+    value, again = singles[worst], of([worst, worst])
+    # Rounding is far below this; a sum is twice the mean.
     if abs(again - value) > 0.01 * abs(value) + 1e-6:
         raise InputError(
             f"loss returned {value:.4g} for a sample and {again:.4g} for two copies of it; "
             "it must be the batch's mean"
         )
-    # A mean, however it weighs samples, lies between their losses.
-    tolerance = 0.01 * max(abs(value), abs(other)) + 1e-6
-    if not min(value, other) - tolerance <= together <= max(value, other) + tolerance and (
-        math.isfinite(value + other + together)
-    ):
-        raise InputError(
-            f"loss returned {value:.4g} for a sample, {other:.4g} for another and {together:.4g} "
-            "for both; it must be the batch's mean, of losses that each have one sample's output "
-            "and target (do their shapes broadcast?)"
-        )
+    for several in ([0, count - 1], list(singles)):
+        # A mean, however it weighs samples, lies between their losses.
+        least, largest = (pick(singles[i] for i in several) for pick in (min, max))
+        tolerance = 0.01 * max(abs(least), abs(largest)) + 1e-6
+        together = of(several)
+        if math.isfinite(together) and not least - tolerance <= together <= largest + tolerance:
+            raise InputError(
+                f"loss returned {least:.4g} to {largest:.4g} for single samples and {together:.4g} "
+                f"for {len(several)} of them together; it must be the batch's mean, of losses that "
+                "each have one sample's output and target (do their shapes broadcast?)"
+            )
 
 
 def _output(model: nn.Module, inputs: Any) -> Any:

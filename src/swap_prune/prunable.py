@@ -104,6 +104,8 @@ def select_weights(
     check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("model is a ScriptModule, whose layers can't be changed; give its source")
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise InputError("model is one that torch.compile made; give its source, model._orig_mod")
     include = None if include is None else selectors("include", include)
     exclude = selectors("exclude", exclude)
     chosen_by = list(DEFAULT_TYPES if include is None else include)

@@ -18,7 +18,7 @@ from swap_prune import training
 from swap_prune.calibration import Samples, to_device
 from swap_prune.calling import check_module, on_cpu
 from swap_prune.errors import InputError, reason
-from swap_prune.evaluation import check_task
+from swap_prune.evaluation import TRIED_SAMPLES, check_task
 from swap_prune.gradients.rows import Loss
 from swap_prune.machine import affordable_memory, check_memory, fastest_precision
 from swap_prune.masks import is_masked
@@ -199,7 +199,7 @@ def prune(
         warnings.warn(
             f"held_out={resolved.held_out} of {len(samples)} calibration samples are too few to "
             "choose settings by, and the model may become far worse than method='magnitude' makes "
-            f"it; give at least {math.ceil(FEW_HELD_OUT / HELD_OUT_FRACTION)} samples",
+            f"it; give {_wanted(len(samples))}",
             stacklevel=3,
         )
     # Rows, products and solves run on the CPU, wherever the model lives.
@@ -214,14 +214,9 @@ def prune(
             own_copy(model), weights, samples, loss, resolved, progress, trains_on_calibration
         )
         if training_data is not None:
-            run.train_on(Samples(training_data, "training_data"))
+            run.train_on(_checked(run.model, Samples(training_data, "training_data"), loss))
         if test_data is not None:
-            run.test_data = Samples(test_data, "test_data")
-            first = run.test_data.read(torch.arange(1))
-            try:
-                check_task(run.model, to_device(first, torch.device("cpu")), loss)
-            except InputError as error:
-                raise InputError(f"test_data can't be used: {error}") from error
+            run.test_data = _checked(run.model, Samples(test_data, "test_data"), loss)
         run.rehearse()
         if isinstance(directory, (str, Path)):
             directory = RunDirectory(directory)
@@ -231,6 +226,24 @@ def prune(
         load_tensors(model, tensors_of(result.model))
         result.model = model
     return result
+
+
+def _wanted(available: int) -> str:
+    """What it takes to have enough samples held out."""
+    enough = math.ceil(FEW_HELD_OUT / HELD_OUT_FRACTION)
+    if available < enough:
+        return f"at least {enough} samples"
+    return f"held_out={FEW_HELD_OUT} or more, with fewer rows (samples=) if need be"
+
+
+def _checked(model: nn.Module, samples: Samples, loss: Loss | None) -> Samples:
+    """The samples, if model and loss take them."""
+    some = to_device(samples.spread(TRIED_SAMPLES), torch.device("cpu"))
+    try:
+        check_task(model, some, loss)
+    except InputError as error:
+        raise InputError(f"{samples.name} can't be used: {error}") from error
+    return samples
 
 
 def check_unmasked(model: nn.Module) -> None:

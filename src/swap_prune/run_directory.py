@@ -128,6 +128,8 @@ class RunDirectory:
     def _check_no_end(self) -> None:
         """Raise if there is a file here that the end of a new run would replace."""
         present = [name for name in (RESULT_FILE, MODEL_FILE) if (self.path / name).exists()]
+        if not self.begun and any((self.path / STAGES).glob(f"{STEP}.json")):
+            present.append(STAGES)  # of a run that nobody knows the configuration of
         if present and not self.overwrite:
             raise InputError(
                 f"the run directory {str(self.path)!r} already has a run "
@@ -197,7 +199,7 @@ class RunDirectory:
 
     def configure(self, configuration: dict[str, Any]) -> None:
         """Write what is run; raise when another run is here already."""
-        if self.overwrite and (self.begun or self.finished):
+        if self.overwrite and _files_of_run(self.path):
             self._set_aside()
         configuration = json.loads(_as_json(configuration))
         if not self.begun:

@@ -164,8 +164,8 @@ class Run:
         source = self.stream.source
         inputs, targets = self._some_samples(source)
         check_task(self.model, (inputs, targets), self.given_loss)
-        # Random transforms may differ from process to process, if torch's seed is not theirs.
-        fixed = _fingerprint(inputs) == _fingerprint(self._some_samples(source)[0])
+        fixed = self._fingerprints(source)["inputs_sha256"] is not None
+        others = {"training": self.training_samples, "test": self.test_data}
         return {
             "format": FORMAT,
             "settings": settings_of.describe(self.settings),
@@ -175,23 +175,35 @@ class Run:
             if fixed
             else None,
             "model_sha256": fingerprint(tensors_of(self.model)),
-            "inputs_sha256": _fingerprint(inputs) if fixed else None,
-            "targets_sha256": _fingerprint(targets),
+            **self._fingerprints(source),
             "calibration_samples": len(source),
             "training_samples": len(self.training_indices),
-            "training_targets_sha256": None
-            if self.training_samples is source
-            else _fingerprint(self._some_samples(self.training_samples)[1]),
             "test_samples": None if self.test_data is None else len(self.test_data),
+            **{
+                f"{name}_{key}": value
+                for name, other in others.items()
+                if other is not None and other is not source
+                for key, value in self._fingerprints(other).items()
+            },
+        }
+
+    def _fingerprints(self, source: Samples) -> dict[str, str | None]:
+        """What tells data from others; None for inputs that differ from look to look.
+
+        Random transforms may do so from process to process, if torch's seed is not theirs.
+        """
+        inputs, targets = self._some_samples(source)
+        first, second = _fingerprint(inputs), _fingerprint(self._some_samples(source)[0])
+        return {
+            "inputs_sha256": first if first == second else None,
+            "targets_sha256": _fingerprint(targets),
         }
 
     def _some_samples(self, source: Samples) -> Batch:
         """The samples, from everywhere, by which a run knows its data again."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
-            count = min(FINGERPRINT_SAMPLES, len(source))
-            spread = torch.arange(count) * len(source) // count
-            return to_device(source.read(spread), torch.device("cpu"))
+            return to_device(source.spread(FINGERPRINT_SAMPLES), torch.device("cpu"))
 
     def rehearse(self) -> None:
         """Take one step of training on a copy: what can't be trained is to be known first."""
@@ -305,7 +317,7 @@ class Run:
             warnings.warn(
                 f"no weight is left of {lost[0]}{others}, through which nothing passes any more; "
                 "per_layer=True keeps some in every layer, exclude= leaves a layer as it is",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _warn_of_training(self) -> None:
@@ -320,7 +332,7 @@ class Run:
                 f"fine-tuning raised the held-out loss from {before:.4g} to {after:.4g}; a smaller "
                 "learning_rate, or optimizer='adam' with one of 0.002 (for attention), may suit "
                 "the model better",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _masks(self, w: Tensor) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ Three ways, tried in this order:
 * **one by one**: a backward pass a row, for what can't be vectorised either (GRUs, data-dependent
   branches, losses that use `.item()`). Far slower, so that a warning says which module is why.
 
-Rows of the first chunk (the first, the last, the largest) are compared with autograd's own
-gradients; a difference, for whatever reason, rules the first way out. Samples are taken to be
-independent: a model whose output for one depends on the others in its batch has no rows.
+Rows of the first chunk (the first, the last, the largest) and their sum are compared with
+autograd's own gradients; a difference, for whatever reason, rules the first way out. Samples
+are taken to be independent: a model whose output for one depends on the others has no rows.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _agrees(
     return all(
         _row_agrees(worker.model, weights, x, y, worker.loss, block, row)
         for row in {0, int(norms.argmax()), len(block) - 1}
-    )
+    ) and _sum_agrees(worker, weights, x, y, block)
 
 
 def _row_agrees(
@@ -266,10 +266,23 @@ def _row_agrees(
         truth = _row(model, weights, x, y, loss, len(block), row)
     except RuntimeError:
         return False  # the vectorised way says which module is to blame
+    return _close(block[row], truth, truth, weights)
+
+
+def _sum_agrees(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor) -> bool:
+    """Whether all rows together are: a weight may be used elsewhere for a few samples only."""
+    try:
+        truth = _autograd(worker.model, weights, lambda: _total_loss(worker, x, y, len(block)))
+    except RuntimeError:
+        return False  # as above
+    return _close(block.sum(0), truth, block.abs().sum(0), weights)
+
+
+def _close(found: Tensor, expected: Tensor, size: Tensor, weights: PrunableWeights) -> bool:
+    """Whether gradients (p,) differ by rounding only, in each weight; `size` (p,) is theirs."""
     for _, _, columns in weights.slices():
-        expected = truth[columns]
-        error = (block[row, columns] - expected).abs().max()
-        if not error <= AGREEMENT * expected.abs().max() + 1e-12:
+        error = (found[columns] - expected[columns]).abs().max()
+        if not error <= AGREEMENT * size[columns].abs().max() + 1e-12:
             return bool(torch.isnan(error))
     return True
 
@@ -281,16 +294,28 @@ def _row(
     m = tree_leaves(x)[0].shape[0] // rows
     part = slice(row * m, (row + 1) * m)
     one_x, one_y = tree_map(lambda leaf: leaf[part], (x, y))
+    return _autograd(model, weights, lambda: loss(call(model, one_x), one_y))
+
+
+def _autograd(model: nn.Module, weights: PrunableWeights, value: Callable[[], Tensor]) -> Tensor:
+    """The gradient (p,) of a value that is computed with the model."""
     parameters = [model.get_parameter(name) for name in weights.names]
     for parameter in parameters:
         parameter.requires_grad_(True)
     try:
-        value = loss(call(model, one_x), one_y)
-        found = torch.autograd.grad(value, parameters, materialize_grads=True)
+        found = torch.autograd.grad(value(), parameters, materialize_grads=True)
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)
     return torch.cat([gradient.flatten().float() for gradient in found])
+
+
+def _total_loss(worker: Worker, x: Any, y: Any, rows: int) -> Tensor:
+    """The sum of the losses of all rows."""
+    output = call(worker.model, x)
+    # The loss of a row need not be the mean of its samples': class weights make it another.
+    by_row = tree_map(lambda leaf: leaf.unflatten(0, (rows, -1)), (output, y))
+    return vmap(lambda o, t: worker.loss(o, t).reshape(()))(*by_row).sum()
 
 
 def _fill_channels_last(
@@ -303,7 +328,7 @@ def _fill_channels_last(
 
 def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor) -> None:
     """One forward and one backward pass; each layer's hook adds its part to `block` (rows, p)."""
-    model, loss = worker.model, worker.loss
+    model = worker.model
     samples = tree_leaves(x)[0].shape[0]
     by_parameter = {id(model.get_parameter(name)): part for name, _, part in weights.slices()}
     layers = [
@@ -349,11 +374,7 @@ def _fill_factored(worker: Worker, weights: PrunableWeights, x: Any, y: Any, blo
 
     handles = [layer.register_forward_hook(record) for layer in layers]
     try:
-        output = call(model, x)
-        # The loss of a row need not be the mean of its samples': class weights make it another.
-        by_row = tree_map(lambda leaf: leaf.unflatten(0, (len(block), -1)), (output, y))
-        total = vmap(lambda o, t: loss(o, t).reshape(()))(*by_row).sum()
-        torch.autograd.grad(total, anchors)
+        torch.autograd.grad(_total_loss(worker, x, y, len(block)), anchors)
     finally:
         for handle in handles:
             handle.remove()
@@ -554,7 +575,14 @@ class _Call:
 
 
 def blame_sample(model: nn.Module, x: Any, y: Any, loss: Loss, numbers: Tensor) -> None:
-    """Raise with the number of the first sample whose loss is not finite, if there is one."""
+    """Raise with what is to blame for a loss that is not finite, if there is one.
+
+    That is a tensor of the model with a NaN, or else the first sample of such a loss.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.isnan().any():
+                raise NotFiniteError(f"the model's {kind} {name} holds NaN; give a model without")
     with torch.no_grad(), evaluation_mode(model):
         for i, number in enumerate(numbers.tolist()):
             one = tree_map(lambda leaf, i=i: leaf[i : i + 1], (x, y))
