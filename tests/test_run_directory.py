@@ -503,3 +503,9 @@ def test_steps_without_a_configuration_are_not_continued(tmp_path, finished):
         run(tmp_path, sparsity=0.5)
     result = run(RunDirectory(tmp_path, overwrite=True), sparsity=0.5)
     assert result.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file; give a directory"):
+        run(tmp_path / "file")

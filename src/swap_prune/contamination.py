@@ -9,8 +9,8 @@ clean data gives 0. The gradient of minus the logarithm is that of cross-entropy
 
     mass = (1 - η) p / ((1 - η) p + η / K),
 
-the probability that the label is right. So a sample's row and its held-out loss have a mass of their
-own, at no cost: one label out of four being wrong no longer drowns the mean gradient.
+the probability that the label is right. So a sample's row and its held-out loss have a mass of
+their own, at no cost: one label out of four being wrong no longer drowns the mean gradient.
 """
 
 from __future__ import annotations

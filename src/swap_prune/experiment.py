@@ -114,6 +114,8 @@ def run(
 def resume(out: Path, progress: bool = True) -> dict[str, Any]:
     """Continue the run of a directory from its last saved stage."""
     directory = RunDirectory(out)
+    if not out.exists():
+        raise InputError(f"directory {str(out)!r} doesn't exist; give the --out of a run")
     if not directory.recipe_path.exists():
         below = sorted(path.parent.name for path in out.glob(f"*/{directory.recipe_path.name}"))
         where = f"; its folders {', '.join(below)} have" if below else ""

@@ -109,8 +109,7 @@ class RunDirectory:
     def check_free(self) -> None:
         """Raise unless a new run may be written here."""
         out = str(self.path)
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"the run directory {out!r} is a file; give a directory")
+        self._check_no_file()
         self._check_no_end()
         if self.begun and not self.overwrite:
             how = "'swap-prune resume'" if self.recipe_path.exists() else "prune(directory=...)"
@@ -124,6 +123,10 @@ class RunDirectory:
             raise InputError(
                 f"the run directory {out!r} can't be created or written to below {str(parent)!r}"
             )
+
+    def _check_no_file(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"the run directory {str(self.path)!r} is a file; give a directory")
 
     def _check_no_end(self) -> None:
         """Raise if there is a file here that the end of a new run would replace."""
@@ -139,6 +142,7 @@ class RunDirectory:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the directory for this process; the system lets go of it even after kill -9."""
+        self._check_no_file()
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             handle = open(self.path / LOCK_FILE, "w")  # noqa: SIM115 - open for the whole run
