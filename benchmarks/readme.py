@@ -9,6 +9,7 @@ what this makes of them, so that no figure in their tables is typed by hand.
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable
@@ -124,18 +125,34 @@ def few_images() -> str:
     lines = []
     for network, name in NETWORKS.items():
         for sparsity in sorted({r["sparsity"] for r in runs if r["network"] == network}):
-            scores = [
-                _mean(
-                    [
-                        r["top1"]
-                        for r in runs
-                        if (r["network"], r["sparsity"], r["method"]) == (network, sparsity, m)
-                    ]
-                )
-                for m in methods
-            ]
+            wanted = {"network": network, "sparsity": sparsity}
+            scores = [_mean(_values(runs, "top1", method=m, **wanted)) for m in methods]
             lines.append([name, f"{sparsity:g}", *scores])
     return common.rows(["", "sparsity", *methods.values()], lines)
+
+
+def small_networks() -> str:
+    """Networks for the digits, calibrated with images that they know and that they don't."""
+    methods = {name: UNTRAINED[name] for name in ("magnitude", "wf", "lr", "ewr")}
+    runs = _read("small_networks.json")["runs"]
+    headings = ["", "calibration", "sparsity", *methods.values(), "EWR - LR", "loss, LR", "EWR"]
+    names = ("network", "calibration", "sparsity")
+    lines = []
+    for kind in sorted({tuple(run[name] for name in names) for run in runs}):
+        wanted = dict(zip(names, kind, strict=True))
+        tops = {m: _values(runs, "top1", method=m, **wanted) for m in methods}
+        losses = [statistics.mean(_values(runs, "loss", method=m, **wanted)) for m in ("lr", "ewr")]
+        gains = [ewr - lr for lr, ewr in zip(tops["lr"], tops["ewr"], strict=True)]
+        error = statistics.stdev(gains) / math.sqrt(len(gains))
+        lines.append(
+            [
+                *(str(part) for part in kind),
+                *(f"{statistics.mean(scores):.1f}" for scores in tops.values()),
+                f"{statistics.mean(gains):+.1f} ± {error:.1f}",
+                *(f"{loss:.3f}" for loss in losses),
+            ]
+        )
+    return common.rows(headings, lines)
 
 
 def efficientnet() -> str:
@@ -173,6 +190,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "untrained": untrained,
     "trained": trained,
     "few-images": few_images,
+    "small-networks": small_networks,
     "efficientnet": efficientnet,
     "chita": chita,
 }
@@ -209,6 +227,12 @@ def _of_cell(network: str, method: str, sparsity: float) -> list[dict[str, Any]]
         for cell in _cells("table1.json")
         if tuple(cell[name] for name in names) == wanted and cell["top1"] is not None
     ]
+
+
+def _values(runs: Iterable[dict[str, Any]], name: str, **wanted: Any) -> list[float]:
+    """A figure of those runs that have all of `wanted`, by seed."""
+    those = [run for run in runs if wanted.items() <= run.items()]
+    return [run[name] for run in sorted(those, key=lambda run: run["seed"])]
 
 
 def _timed(scores: list[float], seconds: list[float]) -> str:
