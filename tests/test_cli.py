@@ -255,7 +255,9 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, capsys, monkeyp
     ).read_bytes()
     assert run("resume", "part") == 0  # a finished run only tells its result
     assert run("resume", "nowhere") == 2
-    assert "has no run of the command line" in capsys.readouterr().err
+    assert "'nowhere' doesn't exist" in capsys.readouterr().err
+    assert run("resume", ".") == 2
+    assert "has no run of the command line; its folders part, whole" in capsys.readouterr().err
 
 
 def test_fine_tuning_options_reach_the_run(tmp_path, capsys):
