@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune as torch_prune
@@ -64,6 +64,7 @@ PLAIN = {
     per_layer=st.booleans(),
     selection=st.sampled_from(["saliency", "iht"]),
 )
+@example(sparsity=0.75, method="lr", per_layer=True, selection="iht")
 def test_sparsity_is_exact(sparsity, method, per_layer, selection):
     p = 6 * 12 + 12 * 3
     model, before = network(), weights_of(network())

@@ -231,6 +231,9 @@ class WassersteinRegression(Method):
     def _on_support(self, stage: Stage, cloud: Cloud, y: Tensor) -> SupportRidge:
         """The regression on the weights that stay."""
         regression = partial(SupportRidge, cloud.gradients, stage.w_bar, buffers=self._buffers)
+        if stage.budget.allows(stage.w_bar):
+            # Nor by thresholding: a step may end where a weight is zero by chance, and cut it.
+            return regression(stage.w_bar.nonzero().flatten())
         if self.selection == "iht":
             alpha = 1.0 if self.first_order == "auto" else self.first_order
             targets = (y - alpha / stage.samples_per_row * cloud.ones).to(stage.w_bar.dtype)
@@ -239,8 +242,6 @@ class WassersteinRegression(Method):
             )
             return regression(w.nonzero().flatten())
         everything = regression(stage.w_bar.nonzero().flatten())
-        if stage.budget.allows(stage.w_bar):
-            return everything
         # w_bar is the minimum here, so only the curvature counts; a damping that is small against
         # it keeps the ranking from falling back to magnitudes (docs/choices.md).
         damping = SELECTION_DAMPING * everything.mean_curvature()
