@@ -36,6 +36,7 @@ benchmarks: $(VENV)/installed  ## speed, ablations and robustness, as JSON (hour
 	$(BIN)/python -m benchmarks.chita_rows
 	$(BIN)/python -m benchmarks.published_network
 	$(BIN)/python -m benchmarks.few_images --sparsities 0.9 0.95
+	$(BIN)/python -m benchmarks.small_networks
 	$(BIN)/python -m benchmarks.audit --networks mlpnet resnet20
 	$(BIN)/python -m benchmarks.robustness --networks mlpnet --seeds 10
 	$(BIN)/python -m benchmarks.ewr_time --samples-per-row 1 --repeats 3

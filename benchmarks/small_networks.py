@@ -1,6 +1,6 @@
 """Small networks of three kinds, as JSON; `benchmarks.readme` has the table.
 
-    python -m benchmarks.small_networks --seeds 8
+    python -m benchmarks.small_networks
 
 What a newcomer tries first: an MLP, a CNN and a transformer for scikit-learn's digits, trained
 until they know their 500 images by heart, and calibrated with 400 of these ("seen") or with 400
@@ -101,7 +101,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def main() -> None:
     """Run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small_networks.json"))
     options = parser.parse_args()
     runs = Runs(options.out, load)

@@ -232,7 +232,7 @@ class WassersteinRegression(Method):
         """The regression on the weights that stay."""
         regression = partial(SupportRidge, cloud.gradients, stage.w_bar, buffers=self._buffers)
         if stage.budget.allows(stage.w_bar):
-            # Nor by thresholding: a step may end where a weight is zero by chance, and cut it.
+            # Nothing is to be chosen, yet thresholding may cut a weight that a step makes zero.
             return regression(stage.w_bar.nonzero().flatten())
         if self.selection == "iht":
             alpha = 1.0 if self.first_order == "auto" else self.first_order
