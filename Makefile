@@ -32,6 +32,7 @@ format: $(VENV)/installed  ## format and mend what ruff can
 benchmarks: $(VENV)/installed  ## speed, ablations and robustness, as JSON (hours)
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.sample_complexity
+	$(BIN)/python -m benchmarks.closed_form
 	$(BIN)/python -m benchmarks.choices --sparsity 0.95 --seeds 2
 	$(BIN)/python -m benchmarks.chita_rows
 	$(BIN)/python -m benchmarks.published_network

@@ -1,13 +1,14 @@
-"""Fill the tables of README.md and docs/results.md from the JSON files, and draw the picture.
+"""Fill the tables of the README and of docs/ from the files of results, and draw the picture.
 
     python -m benchmarks.readme
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test asks that both files are
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test asks that the files are
 what this makes of them, so that no figure in their tables is typed by hand.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from swap_prune.reproduce import common, table1
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FILLED = (ROOT / "README.md", ROOT / "docs" / "results.md")
+FILLED = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "noise.md")
 PICTURE = ROOT / "docs" / "accuracy.png"
 # By their names in the recipes, and as people know them.
 UNTRAINED = {"magnitude": "magnitude", "wf": "WoodFisher", "cbs": "CBS", "lr": "LR", "ewr": "EWR"}
@@ -34,7 +35,7 @@ MISSING = "–"
 
 
 def main() -> None:
-    """Write both files and the picture anew."""
+    """Write the files and the picture anew."""
     for path in FILLED:
         path.write_text(filled(path.read_text()))
     draw(PICTURE)
@@ -186,6 +187,29 @@ def chita() -> str:
     return common.rows(headings, lines)
 
 
+def closed_form() -> str:
+    """Sinkhorn's algorithm, and by how much the closed forms differ from it, at some epsilons."""
+    with (RESULTS / "closed_form.csv").open() as file:
+        runs = list(csv.DictReader(file))
+    compared = {"cost": ("corrected", "printed"), "objective": ("corrected",)}
+    headings = ["clouds", "ε"]
+    for what, forms in compared.items():
+        headings += [f"{what}, Sinkhorn", *forms]
+    lines = []
+    for clouds in dict.fromkeys(run["clouds"] for run in runs):
+        for epsilon in ("1", "10", "50", "100"):
+            those = [r for r in runs if (r["clouds"], r["epsilon"]) == (clouds, epsilon)]
+            line = [NETWORKS.get(clouds, clouds), epsilon]
+            for what, forms in compared.items():
+                exact = [float(run[f"sinkhorn_{what}"]) for run in those]
+                line.append(f"{statistics.mean(exact):.3g}")
+                for form in forms:
+                    found = statistics.mean(float(run[f"{form}_{what}"]) for run in those)
+                    line.append(f"{found:.3g} ({found / statistics.mean(exact) - 1:+.1%})")
+            lines.append(line)
+    return common.rows(headings, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "untrained": untrained,
     "trained": trained,
@@ -193,6 +217,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "small-networks": small_networks,
     "efficientnet": efficientnet,
     "chita": chita,
+    "closed-form": closed_form,
 }
 
 

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/results.md are those of the results."""
+"""The tables of the README and of docs/ are those of the results."""
 
 import re
 from pathlib import Path
