@@ -89,12 +89,15 @@ def test_own_model_and_data_by_factory(tmp_path, monkeypatch, capsys):
         "    torch.manual_seed(0)\n"
         "    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))\n"
         "def sets():\n"
-        "    x = torch.randn(60, 4)\n"
+        "    x = torch.randn(40, 4)\n"
         "    return (TensorDataset(x, (x[:, 0] > 0).long()),) * 2\n"
     )
     monkeypatch.chdir(tmp_path)
     task = ["--model", "own_task:net", "--data", "own_task:sets"]
     assert run("prune", *task, "--stages", "2", "--sparsity", "0.5", "--out", "out") == 0
+    # A warning is a sentence, without a place in our source and a line of it.
+    warning = "\nswap-prune: warning: held_out=8 of 40 calibration samples are too few to choose"
+    assert warning in f"\n{capsys.readouterr().err}"
     assert run("evaluate", *task, "--weights", "out/model.safetensors") == 0
     assert "top-1" in capsys.readouterr().out
 

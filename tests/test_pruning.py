@@ -18,7 +18,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from swap_prune import DivergedError, InputError, apply_masks, evaluate, machine, prune
+from swap_prune import (
+    DivergedError,
+    InputError,
+    PruningWarning,
+    apply_masks,
+    evaluate,
+    machine,
+    prune,
+)
 from swap_prune.gradients import DenseGradients
 from swap_prune.schedule import sparsities
 from swap_prune.settings import METHODS
@@ -431,6 +439,11 @@ def test_schedules():
     assert cubic[2:] == pytest.approx([0.9, 0.9, 0.9])
     assert cubic[0] == pytest.approx(0.9 * (1 - (2 / 3) ** 3))
     assert sparsities([0.1, 0.5], 0.5, 2, 0) == [0.1, 0.5]
+    # As linspace may end.
+    assert sparsities([0.5, 0.9499999999999998], 0.95, 2, 0) == [0.5, 0.95]
+    assert sparsities([0.5, 0.5000000001], 0.5, 2, 0) == [0.5, 0.5]
+    with pytest.raises(InputError, match="the last of which is sparsity=0.5"):
+        sparsities([0.1, 0.501], 0.5, 2, 0)
 
 
 def test_stages_are_measured_after_the_cut_and_before_training():
@@ -735,8 +748,10 @@ def test_torch_may_make_other_tensors_by_default(method):
 
 
 def test_few_samples_to_choose_by_are_warned_of():
-    with pytest.warns(UserWarning, match="held_out=8 of 40 calibration samples are too few"):
+    few = "held_out=8 of 40 calibration samples are too few"
+    with pytest.warns(PruningWarning, match=few) as caught:
         prune(network(), samples(40), sparsity=0.5, stages=1)
+    assert caught[0].filename == __file__
 
 
 def test_inputs_count_as_memory(monkeypatch):
@@ -764,8 +779,11 @@ def test_a_layer_that_lost_all_its_weights_is_named():
     with torch.no_grad():
         model[0].weight *= 1e-6
     data = torch.randn(40, 4), torch.randint(2, (40,))
-    with pytest.warns(UserWarning, match="no weight is left of 0.weight, through which nothing"):
+    nothing = "no weight is left of 0.weight, through which nothing"
+    with pytest.warns(PruningWarning, match=nothing) as caught:
         prune(model, data, sparsity=0.7, method="magnitude")
+    # Where the user is to look, and silence it if need be, is the call.
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("name", ["in_place", "progress"])

@@ -1,6 +1,6 @@
 """swap-prune: prune trained PyTorch models with sparse entropic Wasserstein regression."""
 
-from swap_prune.errors import DivergedError, InputError
+from swap_prune.errors import DivergedError, InputError, PruningWarning
 from swap_prune.evaluation import Evaluation, evaluate
 from swap_prune.masks import apply_masks, make_permanent
 from swap_prune.noise_report import NoiseReport, noise_report
@@ -19,6 +19,7 @@ __all__ = [
     "NoiseReport",
     "PrunableWeights",
     "PruneResult",
+    "PruningWarning",
     "apply_masks",
     "evaluate",
     "make_permanent",

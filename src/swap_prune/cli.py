@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from swap_prune import data, experiment, models, recipe, reproduce
-from swap_prune.errors import InputError
+from swap_prune.errors import InputError, PruningWarning
 from swap_prune.evaluation import evaluate
 from swap_prune.noise import NOISES
 from swap_prune.noise_report import noise_report
@@ -30,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        options.command(options)
+        with warnings.catch_warnings():
+            warnings.showwarning = _as_sentences(warnings.showwarning)
+            options.command(options)
     except (InputError, OSError) as error:
         print(f"swap-prune: error: {error}", file=sys.stderr)
         return 2
@@ -38,6 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nswap-prune: interrupted{_continuation(options)}", file=sys.stderr)
         return 130
     return 0
+
+
+def _as_sentences(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """What shows our own warnings as sentences, without a line of our source."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if issubclass(category, PruningWarning):
+            print(f"swap-prune: warning: {message}", file=sys.stderr)
+        else:
+            otherwise(message, category, *place)
+
+    return show
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,4 +1,11 @@
-"""The errors a caller is expected to meet."""
+"""The errors and warnings a caller is expected to meet."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
 
 
 class InputError(ValueError):
@@ -17,3 +24,20 @@ class NotFiniteError(InputError):
 
 class DivergedError(InputError):
     """Pruning or training has led to losses, gradients or weights that are not finite."""
+
+
+class PruningWarning(UserWarning):
+    """Something about the model, its data or the settings that the user should know of."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called the package, however deep inside it is noticed."""
+    package = Path(__file__).parent
+    frame: FrameType | None = sys._getframe()
+    depth = outermost = 0
+    while frame is not None:
+        depth += 1
+        if package in Path(frame.f_code.co_filename).parents:
+            outermost = depth
+        frame = frame.f_back
+    warnings.warn(message, PruningWarning, stacklevel=outermost + 1)

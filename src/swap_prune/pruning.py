@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Samples, to_device
 from swap_prune.calling import check_module, on_cpu
-from swap_prune.errors import InputError, reason
+from swap_prune.errors import InputError, reason, warn
 from swap_prune.evaluation import TRIED_SAMPLES, check_task
 from swap_prune.gradients.rows import Loss
 from swap_prune.machine import affordable_memory, check_memory, fastest_precision
@@ -196,11 +195,10 @@ def prune(
             (resolved.samples or 1) * (resolved.samples_per_row or 1) * samples.sample_bytes(),
         )
     if method in REGRESSIONS and resolved.held_out and resolved.held_out < FEW_HELD_OUT:
-        warnings.warn(
+        warn(
             f"held_out={resolved.held_out} of {len(samples)} calibration samples are too few to "
             "choose settings by, and the model may become far worse than method='magnitude' makes "
             f"it; give {_wanted(len(samples))}",
-            stacklevel=3,
         )
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -47,9 +48,11 @@ def _own(steps: list[float], sparsity: float, stages: int) -> list[float]:
     numeric = all(isinstance(step, (int, float)) for step in steps)
     rising = numeric and all(a <= b for a, b in pairwise(steps))
     inside = numeric and all(0 <= s < 1 for s in steps)
-    if not steps or not rising or not inside or steps[-1] != sparsity or len(steps) != stages:
+    # What numpy.linspace and its like end with may be a last digit off.
+    ends = numeric and bool(steps) and math.isclose(steps[-1], sparsity, abs_tol=1e-9)
+    if not (ends and rising and inside and len(steps) == stages):
         raise InputError(
             f"schedule={steps} must be {stages} non-decreasing sparsities in [0, 1), "
             f"one a stage, the last of which is sparsity={sparsity}"
         )
-    return steps
+    return [*(min(step, sparsity) for step in steps[:-1]), sparsity]

@@ -6,7 +6,6 @@ import copy
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
 from swap_prune.calibration import Batch, CalibrationStream, Samples, to_device
 from swap_prune.calling import fastest_format, formatted
-from swap_prune.errors import DivergedError, NotFiniteError
+from swap_prune.errors import DivergedError, NotFiniteError, warn
 from swap_prune.evaluation import (
     beyond_chance,
     check_task,
@@ -314,10 +313,9 @@ class Run:
         lost = [name for name, mask in masks.items() if not mask.any()]
         if lost and self.settings.sparsity > 0:
             others = f" and of {len(lost) - 1} more" if len(lost) > 1 else ""
-            warnings.warn(
+            warn(
                 f"no weight is left of {lost[0]}{others}, through which nothing passes any more; "
                 "per_layer=True keeps some in every layer, exclude= leaves a layer as it is",
-                stacklevel=6,
             )
 
     def _warn_of_training(self) -> None:
@@ -328,11 +326,10 @@ class Run:
             self.history[line]["held_out_loss"] for line in (-1 - self.epochs_after, -1)
         )
         if not after <= before:
-            warnings.warn(
+            warn(
                 f"fine-tuning raised the held-out loss from {before:.4g} to {after:.4g}; a smaller "
                 "learning_rate, or optimizer='adam' with one of 0.002 (for attention), may suit "
                 "the model better",
-                stacklevel=6,
             )
 
     def _masks(self, w: Tensor) -> dict[str, Tensor]:
@@ -450,10 +447,9 @@ class Run:
                 self.bar.update,
             )
         if number == 1 and not gradients.rows().any():
-            warnings.warn(
+            warn(
                 "all gradients are zero, so that there are only magnitudes to go by: does the "
                 "loss depend on the weights, without no_grad or detach on the way?",
-                stacklevel=2,
             )
         for noise in self.noises:
             noise.rows(gradients.rows(), generator)
@@ -622,10 +618,9 @@ class Run:
         left_out = len(losses) - len(self.held_out_indices)
         self.left_out_share = left_out / len(losses)
         if left_out and not self.settings.noise:
-            warnings.warn(
+            warn(
                 f"{left_out} of {len(losses)} held-out inputs are far noisier than the others, and "
                 "the model fails on them: samples like these are left out; screen=False keeps them",
-                stacklevel=2,
             )
 
     def _screened(
@@ -714,10 +709,9 @@ class Run:
                 f"{checked['corrected_rows']} of {rows} gradients at stage {number} disagree with "
                 "the losses' own changes and were corrected"
             )
-        warnings.warn(
+        warn(
             f"{found}; if they are meant to differ, as with straight-through estimators, give "
             "audit=False",
-            stacklevel=2,
         )
 
     def _budget(self, sparsities: list[float]) -> Budget:

@@ -20,7 +20,6 @@ are taken to be independent: a model whose output for one depends on the others 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calling import call, evaluation_mode, formatted
-from swap_prune.errors import InputError, NotFiniteError, reason
+from swap_prune.errors import InputError, NotFiniteError, reason, warn
 from swap_prune.gradients.buffers import Buffers
 from swap_prune.gradients.dense import DenseGradients
 from swap_prune.prunable import PrunableWeights
@@ -236,7 +235,7 @@ def _choose_way(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block:
             _fill_one_by_one(worker, weights, x, y, block)
         except Exception:  # the model is the user's: anything may come out of it
             raise InputError(str(error)) from error
-        warnings.warn(f"{error}; they are taken one by one, which is slow", stacklevel=2)
+        warn(f"{error}; they are taken one by one, which is slow")
         return _fill_one_by_one
 
 
