@@ -442,7 +442,7 @@ def test_schedules():
     # As linspace may end.
     assert sparsities([0.5, 0.9499999999999998], 0.95, 2, 0) == [0.5, 0.95]
     assert sparsities([0.5, 0.5000000001], 0.5, 2, 0) == [0.5, 0.5]
-    with pytest.raises(InputError, match="the last of which is sparsity=0.5"):
+    with pytest.raises(InputError, match="the last of which is sparsity"):
         sparsities([0.1, 0.501], 0.5, 2, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -37,7 +38,10 @@ def warn(message: str) -> None:
     depth = outermost = 0
     while frame is not None:
         depth += 1
-        if package in Path(frame.f_code.co_filename).parents:
+        file = frame.f_code.co_filename
+        # A function may be decorated with a context manager, which is a frame of contextlib.
+        decorates = outermost == depth - 1 and file == contextlib.__file__
+        if package in Path(file).parents or decorates:
             outermost = depth
         frame = frame.f_back
     warnings.warn(message, PruningWarning, stacklevel=outermost + 1)
