@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from swap_prune import transport
 from swap_prune.gradients import DenseGradients
+from swap_prune.methods.base import Stage
+from swap_prune.methods.wasserstein import DAMPING_RANGE, FIRST_DAMPING, WassersteinRegression
 from swap_prune.regression import (
     Budget,
     SupportRidge,
@@ -107,6 +109,24 @@ def test_printed_gradient_vanishes_at_the_smoothed_solution():
     assert slope.abs().max() < 1e-4
     same = ridge.smoothed_dual(targets, damping, torch.eye(15, dtype=torch.float64))
     torch.testing.assert_close(same, ridge.dual(targets, damping), rtol=1e-5, atol=1e-8)
+
+
+def test_a_damping_with_which_nothing_moves_is_no_place_to_search_from():
+    G, w_bar, _ = problem(30, 8, 2)
+    rows = 0.1 * G.rows()  # of usual curvatures, so that dampings are in units of 1
+
+    def prune(method, w, k, losses):
+        gradients, budget = DenseGradients(rows.clone()), Budget.over_all(8, k)
+        return method.prune(Stage(gradients, w, budget, 1, 1, (slice(0, 8),), losses))
+
+    fixed = {"first_order": 0.0, "metric": 0.0}
+    method = WassersteinRegression(**fixed)
+    w, chosen = prune(method, w_bar, 6, lambda u: (u - w_bar)[u != 0].norm()[None])
+    assert chosen["damping"] > DAMPING_RANGE[1] / 3
+    wanted, _ = prune(WassersteinRegression(damping=FIRST_DAMPING, **fixed), w, 4, None)
+    # Flat around what the first stage ended with, so no search would come away from there.
+    _, chosen = prune(method, w, 4, lambda u: ((u - wanted).norm() > 1e-3).double()[None])
+    assert chosen["damping"] == FIRST_DAMPING
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,8 @@ from swap_prune.metric import Metric, mean_squares, scales
 from swap_prune.reconstruction import VECTORS, Moments, reconstructed
 from swap_prune.regression import Budget, SupportRidge, hard_threshold_descent
 
-# Where the search for a setting begins at the first stage; later stages begin at the last choice.
+# Where the search for a setting begins at the first stage; later stages begin at the last choice,
+# unless nothing moved with that.
 FIRST_DAMPING = 0.01
 FIRST_STEP_DAMPING = 0.3
 # Mean curvatures of a weight between which these, and the range of the search, are as they are;
@@ -117,7 +118,8 @@ class WassersteinRegression(Method):
     def _begin(self, unit: float) -> None:
         """Where the searches of dampings begin, in this unit."""
         given = self.damping
-        self._damping = unit * FIRST_DAMPING if given == "auto" else given
+        self._first_damping = unit * FIRST_DAMPING if given == "auto" else given
+        self._damping = self._first_damping
         self._first_step_damping = unit * FIRST_STEP_DAMPING if given == "auto" else given
         self._step_damping = self._first_step_damping
         self._range = (unit * DAMPING_RANGE[0], unit * DAMPING_RANGE[1])
@@ -214,7 +216,10 @@ class WassersteinRegression(Method):
                 self._range,
                 solution,
             )
-            self._damping = solution.settings["damping"]
+            found = solution.settings["damping"]
+            # It grew until nothing moves, which is no place to begin the next search.
+            grown = found * DAMPING_FACTOR > self._range[1]
+            self._damping = self._first_damping if grown else found
         if self.coupling != "identity" and cut:
             solution = self._transport(_Problem(ridge, cloud, y, solution), trial)
         if self.first_order != 0:
