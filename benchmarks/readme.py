@@ -14,9 +14,11 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import robustness
 from swap_prune.reproduce import common, table1
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +33,8 @@ CHITA_PLUS_PLUS = {
     "mlpnet": {0.9: 95.55, 0.95: 94.70, 0.98: 90.73},
     "resnet20": {0.7: 90.38, 0.8: 88.72, 0.9: 79.32},
 }
+# The stages of table 2's schedule that have figures in docs/noise.md.
+NOISY_SPARSITIES = (0.6333333333333333, 0.7388888888888889, 0.8444444444444444, 0.95)
 MISSING = "–"
 
 
@@ -210,6 +214,70 @@ def closed_form() -> str:
     return common.rows(headings, lines)
 
 
+def robust(network: str) -> str:
+    """What a quarter of noisy data costs, over the seeds of both files."""
+    files = ("robustness.json", "robustness_earlier_draws.json")
+    return robustness.table(network, *(_read(file)["runs"] for file in files))
+
+
+def noisy_loss(network: str) -> str:
+    """Table 2 without training: EWR's loss against LR's in %, where there is LR with its screen."""
+    lines = []
+    for fraction, level in _noises(network, "untrained"):
+        line = [f"{fraction:.0%}", f"{level:g}"]
+        for sparsity in NOISY_SPARSITIES:
+            methods = _row("table2.json", network, "untrained", fraction, level, sparsity)
+            entry = _percent(methods["ewr"]["difference"])
+            if "lr-screen" in methods:
+                entry += f" ({methods['lr-screen']['difference']['percent']:+.1f})"
+            line.append(entry)
+        lines.append(line)
+    return common.rows(["noisy", "level", *map(_short, NOISY_SPARSITIES)], lines)
+
+
+def noisy_beside_published() -> str:
+    """Tables 2 and 6 of ResNet20 without training, and the published loss, which is with it."""
+    headings = ["noisy", "level", "sparsity", "LR", "EWR", "LR, top-1", "EWR, top-1"]
+    lines = []
+    for fraction, level in _noises("resnet20", "untrained"):
+        for sparsity in NOISY_SPARSITIES:
+            cell = ("resnet20", "untrained", fraction, level, sparsity)
+            losses, tops = _row("table2.json", *cell), _row("table6.json", *cell)
+            lowest = losses["ewr"]["published"]["value"]
+            ours = [losses[method]["mean"] for method in ("lr", "ewr")]
+            published = [f"{losses[method]['published']['value']:.2f}" for method in ("lr", "ewr")]
+            lines.append(
+                [
+                    *(f"{fraction:.0%}", f"{level:g}", _short(sparsity)),
+                    *(f"**{loss:.3f}**" if loss < lowest else f"{loss:.3f}" for loss in ours),
+                    *(f"{tops[method]['mean']:.1f}" for method in ("lr", "ewr")),
+                    " / ".join(published),
+                ]
+            )
+    return common.rows([*headings, "published LR / EWR"], lines)
+
+
+def noisy_authors() -> str:
+    """Tables 2 and 6 of ResNet20 by the authors' protocol, EWR, and the published."""
+    last = NOISY_SPARSITIES[1:]
+    headings = ["noisy", "level", *map(_short, last), "published", "top-1", "published"]
+    lines = []
+    for fraction, level in _noises("resnet20", "authors"):
+        cells = [("resnet20", "authors", fraction, level, sparsity) for sparsity in last]
+        losses = [_row("table2.json", *cell)["ewr"] for cell in cells]
+        tops = [_row("table6.json", *cell)["ewr"] for cell in cells]
+        lines.append(
+            [
+                *(f"{fraction:.0%}", f"{level:g}"),
+                *(f"{loss['mean']:.3f}" for loss in losses),
+                " / ".join(f"{loss['published']['value']:.2f}" for loss in losses),
+                " / ".join(f"{top['mean']:.1f}" for top in tops),
+                " / ".join(f"{top['published']['value']:.1f}" for top in tops),
+            ]
+        )
+    return common.rows(headings, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "untrained": untrained,
     "trained": trained,
@@ -218,7 +286,40 @@ TABLES: dict[str, Callable[[], str]] = {
     "efficientnet": efficientnet,
     "chita": chita,
     "closed-form": closed_form,
+    "noisy-authors": noisy_authors,
+    "noisy-beside-published": noisy_beside_published,
+    "noisy-mlpnet": partial(noisy_loss, "mlpnet"),
+    "noisy-resnet20": partial(noisy_loss, "resnet20"),
+    "robustness-mlpnet": partial(robust, "mlpnet"),
+    "robustness-resnet20": partial(robust, "resnet20"),
 }
+
+
+def _noises(network: str, protocol: str) -> list[tuple[float, float]]:
+    """Fractions and levels of the noises that table 2 has."""
+    wanted = {"network": network, "protocol": protocol}
+    those = [row for row in _read("table2.json")["rows"] if wanted.items() <= row.items()]
+    return sorted({(row["fraction"], row["level"]) for row in those})
+
+
+def _row(table: str, *cell: Any) -> dict[str, Any]:
+    """The methods of a row: by network, protocol, fraction, level and sparsity."""
+    names = ("network", "protocol", "fraction", "level", "sparsity")
+    wanted = dict(zip(names, cell, strict=True))
+    rows = [row for row in _read(table)["rows"] if wanted.items() <= row.items()]
+    (row,) = rows
+    return row["methods"]
+
+
+def _percent(difference: dict[str, Any]) -> str:
+    """A paired difference in %, bold if it is better beyond chance."""
+    shown = f"{difference['percent']:+.1f} ± {difference['percent_ci90']:.1f}"
+    return f"**{shown}**" if difference["better"] else shown
+
+
+def _short(sparsity: float) -> str:
+    """As the paper has it."""
+    return f"{sparsity:.2f}"
 
 
 def _scores(network: str, method: str, sparsity: float, epochs: bool = False) -> str:
@@ -278,6 +379,7 @@ def _cells(name: str) -> Iterable[dict[str, Any]]:
     return _read(name)["cells"]
 
 
+@cache
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 
