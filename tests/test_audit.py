@@ -265,3 +265,27 @@ def test_gradients_that_are_not_the_losses_are_said_to_be_once():
         warnings.filterwarnings("error", message=".*disagree.*")
         prune(Estimator(1), data(), audit=False, **QUICK)
         prune(Estimator(-99), data(), **QUICK)  # a surrogate of all gradients, left as it is
+
+
+class Guarded(nn.Module):
+    """A backbone that no gradient reaches, and a layer that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.idle = nn.Linear(6, 12), nn.Linear(12, 3), nn.Linear(12, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            hidden = self.backbone(x).tanh()
+        return self.head(hidden) + 0 * self.idle(hidden)
+
+
+@pytest.mark.parametrize("method", ["obd", "wf", "lr", "ewr"])
+def test_layers_that_no_gradient_reaches_are_named(method):
+    torch.manual_seed(0)
+    x, y = torch.randn(100, 6), torch.randint(3, (100,))
+    with pytest.raises(InputError, match=r"no gradient reaches backbone.weight, though the loss"):
+        prune(Guarded(), (x, y), sparsity=0.5, stages=2, method=method)
+    head = prune(Guarded(), (x, y), sparsity=0.5, stages=2, method=method, exclude="backbone")
+    assert head.sparsity == 0.5
+    prune(Guarded(), (x, y), sparsity=0.5, stages=2, method="magnitude")

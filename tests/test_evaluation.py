@@ -248,3 +248,36 @@ def test_a_nan_of_the_model_is_not_blamed_on_a_sample(name):
     dict([*model.named_parameters(), *model.named_buffers()])[name].data[1] = torch.nan
     with pytest.raises(InputError, match=f"the model's (parameter|buffer) {name} holds NaN"):
         prune(model, (torch.randn(40, 3), torch.arange(40) % 2), sparsity=0.5)
+
+
+@pytest.mark.parametrize("fit", [0.0, 0.01, 1.0])
+def test_outputs_n_1_with_targets_n_are_told_however_alike_the_losses(fit):
+    """As of a network that was trained by the same mistake, which says nearly the same of all."""
+    torch.manual_seed(1)
+    x = torch.randn(200, 6)
+    y = x[:, 0] + torch.randn(200)
+    model = nn.Linear(6, 1)
+    with torch.no_grad():
+        model.weight.zero_()[0, 0] = 0.1 + fit
+    wrong = prune_with(model, x, y)
+    with pytest.raises(InputError, match=r"outputs \(samples, 1\) with targets \(samples,\) do"):
+        wrong()
+    prune_with(model, x, y[:, None])()
+    # A loss that knows of the shapes may have them.
+    prune_with(model, x, y, lambda o, t: ((o[:, 0] - t) ** 2).mean())()
+
+
+def prune_with(model, x, y, loss=lambda o, t: ((o - t) ** 2).mean()):
+    return lambda: prune(model, (x, y), sparsity=0.5, stages=1, method="lr", loss=loss)
+
+
+@pytest.mark.parametrize("loss", ["mse", nn.CrossEntropyLoss, 3])
+def test_a_loss_that_can_not_be_called_is_told(loss):
+    with pytest.raises(InputError, match=r"^loss=.* must be a function of outputs and targets"):
+        evaluate(nn.Linear(6, 3), (torch.randn(8, 6), torch.arange(8) % 3), loss)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(8).long(), torch.arange(8) % 2])
+def test_one_output_needs_a_loss(labels):
+    with pytest.raises(InputError, match="has one output; pass loss="):
+        evaluate(nn.Linear(6, 1), (torch.randn(8, 6), labels))

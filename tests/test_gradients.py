@@ -439,3 +439,54 @@ def test_a_weight_used_elsewhere_for_a_few_samples():
     found = gradient_rows(model, weights, x, y, functional.cross_entropy).rows()
     truth = loop_rows(model, weights, x, y, functional.cross_entropy, 1)
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+
+
+class Routed(nn.Module):
+    """Sends samples with a large first number, if there are any, through a layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.rare = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.a(x).relu()
+        rare = (x[:, 0] > 1).nonzero()[:, 0]
+        output = self.b(hidden)
+        return output.index_add(0, rare, self.rare(hidden[rare])) if len(rare) else output
+
+
+def test_samples_that_go_another_way_than_the_first_chunks():
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 5), torch.randint(0, 3, (200,))
+    x[:, 0] = x[:, 0].clamp_max(0.9)
+    x[[150, 170], 0] = 2.0
+    model = Routed().eval()
+    weights = select_weights(model)
+    with pytest.warns(UserWarning, match="one by one"):
+        found = gradient_rows(model, weights, x, y, functional.cross_entropy).rows()
+    truth = loop_rows(model, weights, x, y, functional.cross_entropy, 1)
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+
+
+class Attributes(dict):
+    """As many write it: an attribute that is not there raises KeyError."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Named(nn.Linear):
+    def forward(self, x):
+        return Attributes(logits=super().forward(x))
+
+
+def test_outputs_that_raise_what_they_like():
+    torch.manual_seed(0)
+    model, x, y = Named(6, 3), torch.randn(8, 6), torch.randint(0, 3, (8,))
+    weights = select_weights(model)
+
+    def loss(output, labels):
+        return functional.cross_entropy(output.logits, labels)
+
+    found = gradient_rows(model, weights, x, y, loss).rows()
+    torch.testing.assert_close(found, loop_rows(model, weights, x, y, loss, 1))

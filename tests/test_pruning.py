@@ -314,7 +314,7 @@ def test_own_schedule_sets_the_number_of_stages():
 
 def test_a_matrix_that_the_machine_can_not_hold_is_refused(monkeypatch):
     monkeypatch.setattr("os.sysconf", lambda name: 64)
-    with pytest.raises(InputError, match=r"samples=20 rows .* memory=0 .* need .* GiB"):
+    with pytest.raises(InputError, match=r"samples=20 rows of gradients for .* need .* GiB"):
         prune(network(), samples(), sparsity=0.5, **QUICK)
 
 
@@ -616,7 +616,7 @@ class RaggedStream(IterableDataset):
     ("data", "said"),
     [
         (Ragged(), r"can't be read \(RuntimeError: .*; every item must be a pair"),
-        (Broken(), r"can't be read \(OSError: no such file\)"),
+        (Broken(), r"can't be read at sample 0 \(OSError: no such file\)"),
         (RaggedStream(), "can't be read"),
         (DataLoader(TensorDataset(*samples()), batch_size=None), "can't be read"),
     ],
@@ -810,3 +810,41 @@ def test_test_data_that_do_not_fit_are_named():
     wide = torch.randn(10, 7), torch.randint(3, (10,))
     with pytest.raises(InputError, match="test_data can't be used: the model can't be called"):
         prune(network(), data, sparsity=0.5, test_data=wide)
+
+
+def test_a_model_that_is_random_in_eval_mode_is_told():
+    class Dropping(nn.Linear):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    with pytest.warns(PruningWarning, match="the model is random in eval mode") as caught:
+        prune(Dropping(6, 3), samples(100), sparsity=0.5, stages=1, audit=False)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("fine_tuning", [None, {"epochs_after": 1, "batch_size": 16}])
+def test_inference_mode_of_the_callers_changes_nothing(fine_tuning):
+    calibration, settings = samples(100), {"stages": 2, "fine_tuning": fine_tuning, "sparsity": 0.5}
+    expected = prune(trained(), calibration, **settings).model
+    model = trained()
+    with torch.inference_mode():
+        built = network()
+        found = prune(model, calibration, **settings).model
+    assert torch.equal(weights_of(found), weights_of(expected))
+    found(calibration[0]).sum().backward()
+    prune(built, calibration, **settings).model(calibration[0]).sum().backward()
+
+
+def test_old_parametrisations_can_be_left_out():
+    for norm, remover in (
+        (nn.utils.weight_norm, "remove_weight_norm"),
+        (nn.utils.spectral_norm, "remove_spectral_norm"),
+    ):
+        model = network()
+        model[0] = norm(model[0])
+        model(samples()[0]).sum().backward()  # leaves a weight that torch can't copy
+        with pytest.raises(InputError, match=f"{remover}, or exclude the layer"):
+            prune(model, samples(), sparsity=0.5)
+        result = prune(model, samples(), sparsity=0.5, exclude="0", stages=2)
+        assert result.sparsity == 0.5
+        assert torch.equal(result.model[0].bias, model[0].bias)

@@ -118,6 +118,8 @@ def test_another_configuration_is_refused_and_the_run_stays(tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(InputError, match=r"another configuration: sparsity is 0.9 there and 0.8"):
         run(tmp_path, fine_tuning=None, stages=2, sparsity=0.8)
+    with pytest.raises(InputError, match=r"another configuration: method is '\w+' there and 'lr' "):
+        run(tmp_path, fine_tuning=None, stages=2, method="lr")
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 

@@ -71,6 +71,8 @@ STEP = 0.003
 REFUTED, MOST_ELSEWHERE = 1.0, 0.1
 # Changes that half a step tells otherwise, by so much of a row's error in squares, refute nothing.
 MOST_BENT = 0.1
+# How far weights without gradients are moved, and by how much a loss has then changed.
+REACHING_STEP, REACHED = 0.03, 1e-4
 # Gradients below this part of the mean square of all are taken for as large, and so are those that
 # losses can't tell for their rounding: by so much of themselves, or of 1.
 FLOOR, ROUNDING = 1e-3, 2.0**-20
@@ -92,6 +94,45 @@ def losses_by_weights(
         return row_losses(model, batch, loss, samples_per_row)
 
     return losses
+
+
+def unreached(
+    model: nn.Module,
+    weights: PrunableWeights,
+    gradients: GradientOperator,
+    batch: Batch,
+    loss: Loss,
+    w: Tensor,
+) -> list[str]:
+    """The names of weights whose gradients are all zero, though losses change with them.
+
+    That is what `no_grad`, `detach` or rounding on the way makes of them. Weights that no sample
+    meets, or that dead units cut off, are none of these.
+
+    Args:
+        model: left as it is.
+        weights: whose gradients the rows are.
+        gradients: G (n, p).
+        batch: the samples of the rows.
+        loss: what they are the gradients of.
+        w: where the gradients are taken (p,).
+    """
+    rows = gradients.rows()
+    zero = {name: part for name, _, part in weights.slices() if not rows[:, part].any()}
+    if not zero or not possible(model, weights):
+        return []
+    few = tree_map(lambda leaf: leaf[:FIRST_ROWS], batch)
+    signs = 2.0 * torch.randint(2, w.shape, generator=torch.Generator().manual_seed(0)) - 1
+    names = []
+    with weights.kept(model):
+        losses = losses_by_weights(model, weights, few, loss, 1)
+        before = losses(w)
+        for name, part in zero.items():
+            moved = w.clone()
+            moved[part] *= 1 + REACHING_STEP * signs[part]
+            if not torch.allclose(losses(moved), before, rtol=REACHED, atol=0.0):
+                names.append(name)
+    return names
 
 
 def mend_rows(

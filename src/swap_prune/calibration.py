@@ -21,7 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from swap_prune.errors import InputError
+from swap_prune.errors import InputError, reason
 
 # A batch: (inputs, targets), each a tensor or a tuple or dict of tensors with samples first.
 Batch = tuple[Any, Any]
@@ -70,11 +70,11 @@ class Samples:
             yield
         except InputError as error:
             raise InputError(str(error).replace("calibration", self.name, 1)) from error
-        except Exception as error:  # the data are the user's: anything may come out of them
-            reason = str(error).strip().split("\n")[0]
+        except Exception as error:  # as for an item
             raise InputError(
-                f"{self.name} can't be read ({type(error).__name__}: {reason}); every item must be "
-                "a pair (input, target) of tensors or numbers, and all items of one shape"
+                f"{self.name} can't be read ({reason(error)}); every item must be a pair (input, "
+                "target) of tensors or numbers, and all items of one shape (or come from a "
+                "DataLoader with a collate_fn that pads them)"
             ) from error
 
 
@@ -218,8 +218,16 @@ def _tensor_reader(batch: Batch) -> tuple[int, Callable[[Tensor], Batch]]:
 def _dataset_reader(
     dataset: Any, collate: Callable[[list[Any]], Any], allowed: Sequence[int]
 ) -> tuple[int, Callable[[Tensor], Batch]]:
+    def item(i: int) -> Any:
+        try:
+            return dataset[allowed[i]]
+        except Exception as error:  # the data are the user's: anything may come out of them
+            raise InputError(
+                f"calibration can't be read at sample {allowed[i]} ({reason(error)})"
+            ) from error
+
     def read(indices: Tensor) -> Batch:
-        return _as_pair(collate([dataset[allowed[i]] for i in indices.tolist()]))
+        return _as_pair(collate([item(i) for i in indices.tolist()]))
 
     return len(allowed), read
 
@@ -241,8 +249,8 @@ def _as_pair(batch: Any) -> Batch:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     raise InputError(
-        f"calibration yields an item of type {type(batch).__name__} that is not a pair; "
-        "every item must be (input, target)"
+        f"calibration yields an item of type {type(batch).__name__} that is not a pair; every item "
+        "must be (input, target), for a dict (inputs, inputs.pop('labels')) say"
     )
 
 

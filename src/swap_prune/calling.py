@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,13 +36,14 @@ def call(model: nn.Module, x: Any) -> Any:
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
-    """New tensors are the CPU's, whatever torch.set_default_device says."""
-    if torch.get_default_device().type == "cpu":
-        yield  # the other way slows down every call of torch
-    else:
-        with torch.device("cpu"):
-            yield
+def ordinary_tensors() -> Iterator[None]:
+    """New tensors are the CPU's and can have gradients, whatever the caller has told torch."""
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))  # slows down every call of torch
+        yield
 
 
 @contextmanager

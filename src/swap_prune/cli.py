@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
+from tqdm import tqdm
 
 from swap_prune import data, experiment, models, recipe, reproduce
 from swap_prune.errors import InputError, PruningWarning
@@ -48,7 +49,8 @@ def _as_sentences(otherwise: Callable[..., None]) -> Callable[..., None]:
 
     def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
         if issubclass(category, PruningWarning):
-            print(f"swap-prune: warning: {message}", file=sys.stderr)
+            # Above the progress bar, which it would else be glued to.
+            tqdm.write(f"swap-prune: warning: {message}", file=sys.stderr)
         else:
             otherwise(message, category, *place)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -228,6 +230,11 @@ def check_task(
         loss: None for the default.
         numbers: the samples' numbers (samples,) in the user's data; counted from 0 unless given.
     """
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        raise InputError(
+            f"loss={loss!r} must be a function of outputs and targets, as "
+            "torch.nn.functional.mse_loss or torch.nn.MSELoss()"
+        )
     one_input, one_target = tree_map(lambda leaf: leaf[:1], batch)
     with torch.no_grad(), evaluation_mode(model):
         output = _output(model, one_input)
@@ -238,6 +245,11 @@ def check_task(
                     "the default loss, cross-entropy, takes outputs (samples, classes) and integer "
                     f"labels (samples,), not, of one sample, outputs {_kind(output)} and targets "
                     f"{_kind(one_target)}; for another task pass loss= (in Python)"
+                )
+            if output.shape[1] == 1:
+                raise InputError(
+                    "the default loss, cross-entropy, takes an output for each class, and the "
+                    "model has one output; pass loss= (in Python), torch.nn.BCEWithLogitsLoss() say"
                 )
             _check_labels(output, batch[1], numbers)
             if of_two.shape[0] != 2:
@@ -251,15 +263,15 @@ def check_task(
 def _check_loss(model: nn.Module, batch: Batch, loss: Loss) -> None:
     """Raise unless a loss is the mean over its batch.
 
-    It is tried on samples one by one, on the one of the largest loss twice, on the first and the
-    last and on all together. Call it without gradients.
+    It is tried on samples one by one, on the one of the largest loss twice, on pairs and on all
+    together. Call it without gradients.
     """
     count = len(tree_leaves(batch)[0])
     most = min(count, TRIED_SAMPLES)
     tried = {*(i * count // most for i in range(most)), count - 1}
 
-    def of(chosen: list[int]) -> float:
-        inputs, targets = tree_map(lambda leaf: leaf[chosen], batch)
+    def of(chosen: Sequence[int]) -> float:
+        inputs, targets = tree_map(lambda leaf: leaf[list(chosen)], batch)
         return _scalar_loss(loss, _output(model, inputs), targets)
 
     singles = {i: of([i]) for i in sorted(tried)}
@@ -273,17 +285,28 @@ def _check_loss(model: nn.Module, batch: Batch, loss: Loss) -> None:
             f"loss returned {value:.4g} for a sample and {again:.4g} for two copies of it; "
             "it must be the batch's mean"
         )
-    for several in ([0, count - 1], list(singles)):
-        # A mean, however it weighs samples, lies between their losses.
-        least, largest = (pick(singles[i] for i in several) for pick in (min, max))
-        tolerance = 0.01 * max(abs(least), abs(largest)) + 1e-6
+    flat = _broadcasts(_output(model, tree_map(lambda leaf: leaf[:2], batch[0])), batch[1])
+    for several in (*pairwise(singles), (0, count - 1), tuple(singles)):
+        losses = [singles[i] for i in several]
+        # A mean, however it weighs samples, lies between their losses. That may also be so by
+        # chance where shapes broadcast; a loss that knows of them takes the plain mean.
+        least, largest = (statistics.mean(losses),) * 2 if flat else (min(losses), max(losses))
+        tolerance = (1e-4 if flat else 0.01) * max(map(abs, losses)) + 1e-6
         together = of(several)
         if math.isfinite(together) and not least - tolerance <= together <= largest + tolerance:
+            shapes = "outputs (samples, 1) with targets (samples,) do broadcast"
             raise InputError(
-                f"loss returned {least:.4g} to {largest:.4g} for single samples and {together:.4g} "
-                f"for {len(several)} of them together; it must be the batch's mean, of losses that "
-                "each have one sample's output and target (do their shapes broadcast?)"
+                f"loss returned {min(losses):.4g} to {max(losses):.4g} for single samples and "
+                f"{together:.4g} for {len(several)} of them together; it must be the batch's mean, "
+                "of losses that each have one sample's output and target "
+                f"({shapes if flat else 'do their shapes broadcast?'})"
             )
+
+
+def _broadcasts(output: Any, targets: Any) -> bool:
+    """Whether outputs are (samples, 1) and targets (samples,), which make (samples, samples)."""
+    tensors = isinstance(output, Tensor) and isinstance(targets, Tensor)
+    return tensors and output.shape[1:] == (1,) and targets.ndim == 1
 
 
 def _output(model: nn.Module, inputs: Any) -> Any:

@@ -34,12 +34,13 @@ def check_memory(n: int, p: int, remembered: int = 0, inputs: int = 0) -> None:
     rows = n + settings_of.COPIES * remembered
     needed = BYTES_A_WEIGHT * rows * p + inputs
     if needed > _memory():
+        more = f" and memory={remembered} more" if remembered else ""
         besides = f" and {inputs / 2**30:.0f} GiB of inputs" if inputs >= 2**29 else ""
         raise InputError(
-            f"samples={n} rows of gradients and memory={remembered} more for {p:,} weights"
-            f"{besides} need {needed / 2**30:.0f} GiB, and this machine has "
-            f"{_memory() / 2**30:.0f}; give fewer samples, fewer samples_per_row, less memory, or "
-            "prune fewer layers with include or exclude"
+            f"samples={n} rows of gradients{more} for {p:,} weights{besides} need "
+            f"{needed / 2**30:.0f} GiB, and this machine has {_memory() / 2**30:.0f}; give fewer "
+            "samples, fewer samples_per_row, less memory, prune fewer layers with include or "
+            "exclude, or by method='magnitude', which has no rows"
         )
 
 

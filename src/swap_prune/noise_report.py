@@ -18,7 +18,7 @@ from swap_prune import contamination, outliers
 from swap_prune import settings as settings_of
 from swap_prune.audit import check_rows, losses_by_weights, possible
 from swap_prune.calibration import Batch, CalibrationStream
-from swap_prune.calling import check_module, on_cpu
+from swap_prune.calling import check_module, ordinary_tensors
 from swap_prune.errors import InputError
 from swap_prune.evaluation import check_task, cross_entropy, outputs_of, row_losses
 from swap_prune.gradients import DenseGradients, gradient_rows
@@ -171,7 +171,7 @@ CLASSIFIER_LINES = (
 )  # fmt: skip
 
 
-@on_cpu()
+@ordinary_tensors()
 def noise_report(
     model: nn.Module,
     calibration: Any,

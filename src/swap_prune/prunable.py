@@ -120,8 +120,8 @@ def select_weights(
             if not spared and any(_matches(s, path, "weight", module) for s in chosen_by):
                 raise InputError(
                     f"the weight of {path or 'the model'} ({type(module).__name__}) is made from "
-                    "other parameters, as by weight_norm; make it one with "
-                    "torch.nn.utils.parametrize.remove_parametrizations, or exclude the layer"
+                    f"other parameters, as by weight_norm; make it one with {_remover(module)}, or "
+                    "exclude the layer"
                 )
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{leaf}" if path else leaf
@@ -178,10 +178,19 @@ def _matches(selector: Selector, path: str, leaf: str, module: nn.Module) -> boo
     return meant and fnmatchcase(f"{path}.{leaf}" if path else leaf, selector)
 
 
+def _remover(module: nn.Module) -> str:
+    """What makes an ordinary weight of one that is made from other parameters."""
+    if "weight_g" in module._parameters:
+        return "torch.nn.utils.remove_weight_norm"
+    if "weight_orig" in module._parameters:
+        return "torch.nn.utils.remove_spectral_norm"
+    return "torch.nn.utils.parametrize.remove_parametrizations"
+
+
 def _check_weight(name: str, weight: nn.Parameter) -> None:
     if not weight.is_floating_point():
         raise InputError(
             f"the weight {name} is of {weight.dtype}; only real floating-point weights are prunable"
         )
-    if not torch.isfinite(weight).all():
+    if not torch.isfinite(weight.detach()).all():
         raise InputError(f"the weight {name} holds NaN or infinite values; prune a finite model")

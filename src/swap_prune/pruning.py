@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from swap_prune import settings as settings_of
 from swap_prune import training
 from swap_prune.calibration import Samples, to_device
-from swap_prune.calling import check_module, on_cpu
+from swap_prune.calling import check_module, ordinary_tensors
 from swap_prune.errors import InputError, reason, warn
 from swap_prune.evaluation import TRIED_SAMPLES, check_task
 from swap_prune.gradients.rows import Loss
@@ -36,7 +36,7 @@ from swap_prune.stages import (
 )
 
 
-@on_cpu()
+@ordinary_tensors()
 def prune(
     model: nn.Module,
     calibration: Any,
@@ -257,8 +257,11 @@ def check_unmasked(model: nn.Module) -> None:
 
 def own_copy(model: nn.Module) -> nn.Module:
     """A copy on the CPU, contiguous as a model read from a file is."""
+    # What modules keep of their last call, as torch's older weight_norm does, can't be copied.
+    kept = (value for module in model.modules() for value in vars(module).values())
+    detached = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and t.grad_fn}
     try:
-        own = copy.deepcopy(model)
+        own = copy.deepcopy(model, detached)
     except Exception as error:  # the model is the user's: anything may come out of it
         raise InputError(
             f"the model can't be copied ({reason(error)}); it must not keep "

@@ -216,7 +216,9 @@ class RunDirectory:
         for key in sorted(configuration.keys() | present.keys()):
             there, here = present.get(key), configuration.get(key)
             if isinstance(there, dict) and isinstance(here, dict) and there != here:
-                key = next(k for k in sorted(there | here) if there.get(k) != here.get(k))
+                # Others may follow from the method.
+                others = sorted(there | here, key=lambda name: (name != "method", name))
+                key = next(k for k in others if there.get(k) != here.get(k))
                 there, here = there.get(key), here.get(key)
             if there != here:
                 raise InputError(

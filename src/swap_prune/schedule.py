@@ -52,7 +52,7 @@ def _own(steps: list[float], sparsity: float, stages: int) -> list[float]:
     ends = numeric and bool(steps) and math.isclose(steps[-1], sparsity, abs_tol=1e-9)
     if not (ends and rising and inside and len(steps) == stages):
         raise InputError(
-            f"schedule={steps} must be {stages} non-decreasing sparsities in [0, 1), "
-            f"one a stage, the last of which is sparsity={sparsity}"
+            f"schedule={steps} must be non-decreasing sparsities in [0, 1), one for each of "
+            f"stages={stages}, the last of which is sparsity={sparsity}"
         )
     return [*(min(step, sparsity) for step in steps[:-1]), sparsity]

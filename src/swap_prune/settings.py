@@ -203,10 +203,14 @@ def resolve(given: Settings, available: int) -> Settings:
     if held_out is None:
         held_out = min(default_held_out(available), max(0, available - asked))
     if asked + held_out > available:
-        held = f"and held_out={held_out} " if held_out else ""
+        rows = (
+            f"samples={given.samples or 1} rows of samples_per_row={given.samples_per_row or 1}"
+            if asked > 1
+            else "a row of one"
+        )
+        held = f" and held_out={held_out}" if held_out else ""
         raise InputError(
-            f"samples={given.samples or 1} rows of samples_per_row={given.samples_per_row or 1} "
-            f"{held}need {asked + held_out} samples; calibration holds {available}"
+            f"{rows}{held} need {asked + held_out} samples; calibration holds {available}"
         )
     chosen_by_loss: dict[str, Any] = {
         "damping": given.damping,
@@ -261,7 +265,7 @@ def resolve(given: Settings, available: int) -> Settings:
     samples = given.samples or min(MOST_ROWS, pool // (given.samples_per_row or 1))
     schedule = given.schedule
     own = isinstance(schedule, (list, tuple))
-    stages = given.stages or (len(schedule) if own else 15)
+    stages = given.stages or (len(schedule) if own and schedule else 15)
     correcting = given.correcting
     if correcting is None:
         correcting = 2 * stages // 5 if given.method in REGRESSIONS and not own else 0

@@ -23,7 +23,7 @@ from swap_prune import contamination as contamination_of
 from swap_prune import settings as settings_of
 from swap_prune.calibration import Batch, CalibrationStream, Samples, to_device
 from swap_prune.calling import fastest_format, formatted
-from swap_prune.errors import DivergedError, NotFiniteError, warn
+from swap_prune.errors import DivergedError, InputError, NotFiniteError, warn
 from swap_prune.evaluation import (
     beyond_chance,
     check_task,
@@ -124,6 +124,8 @@ class Run:
         reserve = settings.held_out if trains_on_calibration else self._reserve(len(samples))
         self.stream = CalibrationStream(samples, settings.held_out, reserve, settings.seed)
         self.noises: tuple[Noise, ...] = ()  # until the first stage has calibrated them
+        if loss is not None and (self._draws() or settings.held_out):
+            check_task(model, self._some_samples(samples), loss)
         self.held_out = self._hold_out(1)
         self._check_held_out()
         self.buffer: Tensor | None = None
@@ -400,7 +402,7 @@ class Run:
             self.stream.hold_out()
         if self._draws():
             batch, indices = self.stream.draw(self._drawn_samples(number))
-            check_task(self.model, batch, self.given_loss, indices)
+            self._check_labels(batch, indices)
             if number == 1 and self.noises:
                 self._calibrate_noise(batch, indices, generator)
             batch = self._noisy(batch, generator)
@@ -446,11 +448,8 @@ class Run:
                 indices,
                 self.bar.update,
             )
-        if number == 1 and not gradients.rows().any():
-            warn(
-                "all gradients are zero, so that there are only magnitudes to go by: does the "
-                "loss depend on the weights, without no_grad or detach on the way?",
-            )
+        if number == 1:
+            self._check_reached(gradients, batch, w_bar)
         for noise in self.noises:
             noise.rows(gradients.rows(), generator)
         if not self.settings.audit:
@@ -463,6 +462,23 @@ class Run:
         )
         self._warn_of(mended, len(gradients.rows()), number)
         return gradients, mended if own is None else mended | {"own_residuals": True}
+
+    def _check_reached(self, gradients: GradientOperator, batch: Batch, w_bar: Tensor) -> None:
+        """Raise if only some layers have gradients; warn if none has."""
+        if not gradients.rows().any():
+            warn(
+                "all gradients are zero, so that there are only magnitudes to go by: does the "
+                "loss depend on the weights, without no_grad or detach on the way?"
+            )
+            return
+        names = audit.unreached(self.model, self.weights, gradients, batch, self.fitted_loss, w_bar)
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise InputError(
+                f"no gradient reaches {names[0]}{others}, though the loss depends on it: take "
+                "no_grad, detach or rounding out of the way, or exclude= what is behind it "
+                "(method='magnitude' takes no gradients)"
+            )
 
     def _solve(
         self,
@@ -578,13 +594,18 @@ class Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed(number))
             inputs, targets = self.stream.held_out()
-        check_task(self.model, (inputs, targets), self.given_loss, self.stream.held_out_indices)
+        self._check_labels((inputs, targets), self.stream.held_out_indices)
         batch = formatted(inputs, fastest_format(self.model, inputs)), targets
         generator = torch.Generator().manual_seed(self._seed(number))
         # Without rows there is nothing to calibrate noise by.
         batch = self._noisy(batch, generator) if self._draws() else batch
         batch, self.held_out_indices = self._screened(batch, self.stream.held_out_indices)
         return batch
+
+    def _check_labels(self, batch: Batch, indices: Tensor) -> None:
+        """Raise unless the default loss takes these samples; one of the user's own was tried."""
+        if self.given_loss is None:
+            check_task(self.model, batch, None, indices)
 
     def _noisy(self, batch: Batch, generator: torch.Generator) -> Batch:
         """The batch with the noise of samples."""
@@ -601,11 +622,18 @@ class Run:
         return int(output.shape[1])
 
     def _check_held_out(self) -> None:
-        """Raise unless the model has a finite loss on the held-out samples."""
+        """Raise unless the model has a finite held-out loss; warn unless it has only one."""
         if self.held_out is None:
             return
-        if not math.isfinite(mean_loss(self.model, self.held_out, self.loss)):
+        losses = [mean_loss(self.model, self.held_out, self.loss) for _ in range(2)]
+        if not math.isfinite(losses[0]):
             blame_sample(self.model, *self.held_out, self.loss, self.held_out_indices)
+        if not math.isclose(*losses, rel_tol=1e-4):
+            warn(
+                f"the held-out loss was {losses[0]:.4g} and, asked again, {losses[1]:.4g}: the "
+                "model is random in eval mode (dropout without training=self.training?), so that "
+                "nothing can be chosen or checked by its losses"
+            )
 
     def _use_screen(self) -> None:
         """Leave out samples like those held out, if any, that are outliers, from now on."""

@@ -355,7 +355,9 @@ class Period:
             output = call(model, inputs)
         # The loss is a sum of many small terms, of which eight bits would lose some.
         return tree_map(
-            lambda leaf: leaf.float() if getattr(leaf, "dtype", None) == torch.bfloat16 else leaf,
+            lambda leaf: (
+                leaf.float() if isinstance(leaf, Tensor) and leaf.dtype == torch.bfloat16 else leaf
+            ),
             output,
         )
 

@@ -133,19 +133,30 @@ def gradient_rows(
         return len(block) * samples_per_row
 
     def compute(worker: Worker, start: int) -> int:
-        x, y, block, part = chunk(start)
+        x, y, block, _ = chunk(start)
         try:
             fill(worker, weights, x, y, block)
-        except Exception as error:  # the model is the user's: anything may come out of it
+        except Exception:  # the model is the user's: anything may come out of it
+            # These samples may go through the model in another way than those of the first chunk.
+            failed.append(start)
+            return 0
+        return check(worker, start)
+
+    def compute_otherwise(start: int) -> int:
+        x, y, block, part = chunk(start)
+        try:
+            _fill_slowly(alone, weights, x, y, block)
+        except Exception as error:  # as above
             known = torch.arange(samples) if numbers is None else numbers
-            _blame_failing_sample(worker, x, y, known[part])
+            _blame_failing_sample(alone, x, y, known[part])
             raise InputError(
                 f"the gradients of {len(known[part])} calibration samples can't be computed: "
                 f"{reason(error)}"
             ) from error
-        return check(worker, start)
+        return check(alone, start)
 
     starts = range(0, n, rows_per_chunk)
+    failed: list[int] = []
     with torch.enable_grad(), evaluation_mode(model):
         workers = _workers(model, loss, min(torch.get_num_threads(), len(starts)))
         x, y, block, _ = chunk(0)
@@ -154,7 +165,13 @@ def gradient_rows(
         alone.buffers = Buffers()
         if fill in (_fill_vectorised, _fill_one_by_one):
             workers = [alone]
-        for done in chain([check(workers[0], 0)], _spread(compute, workers, starts[1:])):
+        chunks = chain(
+            [check(workers[0], 0)],
+            _spread(compute, workers, starts[1:]),
+            # What has failed by then: a generator is asked once the others have ended.
+            (compute_otherwise(start) for start in failed),
+        )
+        for done in chunks:
             if progress is not None:
                 progress(done)
     return DenseGradients(matrix)
@@ -227,6 +244,11 @@ def _choose_way(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block:
     for fill in ways:
         if _agrees(fill, worker, weights, x, y, block):
             return fill
+    return _fill_slowly(worker, weights, x, y, block)
+
+
+def _fill_slowly(worker: Worker, weights: PrunableWeights, x: Any, y: Any, block: Tensor) -> Fill:
+    """Fill `block` in the first way that can, of those which need no layers that we know."""
     try:
         _fill_vectorised(worker, weights, x, y, block)
         return _fill_vectorised
@@ -245,8 +267,8 @@ def _agrees(
     """Fill the first block; False when that fails or differs from autograd."""
     try:
         fill(worker, weights, x, y, block)
-    except (NotFactorableError, RuntimeError, ValueError, IndexError, TypeError, AttributeError):
-        return False  # outputs may be anything, with leaves that are no tensors
+    except Exception:  # outputs may be anything, with leaves that are no tensors
+        return False
     # The row of the largest gradient can't agree by being zero, unless all are.
     norms = torch.linalg.vector_norm(block, dim=1)
     if not norms.max() > 0:
