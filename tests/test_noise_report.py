@@ -382,7 +382,7 @@ def test_the_command_line(capsys, digits):
         ({"exclude": ["nothing"]}, "'nothing'"),
         ({"model": "digits"}, "model is of type str"),
         ({"calibration": 5}, "calibration is of type int"),
-        ({"loss": "mse"}, "loss can't be computed"),
+        ({"loss": "mse"}, "loss='mse' must be a function"),
         ({"calibration": (torch.zeros(30, 5), torch.zeros(30).long())}, "can't be called"),
         ({"calibration": (torch.zeros(30, 4), torch.full((30,), 7))}, "label 7"),
         ({"calibration": (torch.full((30, 4), torch.nan), torch.zeros(30).long())}, "sample"),
