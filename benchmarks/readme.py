@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import robustness
+from benchmarks.small_networks import CALIBRATED_WITH, FEW, FEW_METHODS
 from swap_prune.reproduce import common, table1
 
 ROOT = Path(__file__).parent.parent
@@ -139,7 +140,7 @@ def few_images() -> str:
 def small_networks() -> str:
     """Networks for the digits, calibrated with images that they know and that they don't."""
     methods = {name: UNTRAINED[name] for name in ("magnitude", "wf", "lr", "ewr")}
-    runs = _read("small_networks.json")["runs"]
+    runs = [r for r in _read("small_networks.json")["runs"] if r["images"] == CALIBRATED_WITH]
     headings = ["", "calibration", "sparsity", *methods.values(), "EWR - LR", "loss, LR", "EWR"]
     names = ("network", "calibration", "sparsity")
     lines = []
@@ -158,6 +159,21 @@ def small_networks() -> str:
             ]
         )
     return common.rows(headings, lines)
+
+
+def few_samples() -> str:
+    """The same networks and fewer images, seen and unseen alike."""
+    runs = [r for r in _read("small_networks.json")["runs"] if r["images"] in FEW]
+    lines = []
+    for network in sorted({run["network"] for run in runs}):
+        for images in FEW:
+            line = [network, str(images)]
+            for method in FEW_METHODS:
+                tops = _values(runs, "top1", network=network, images=images, method=method)
+                error = statistics.stdev(tops) / math.sqrt(len(tops))
+                line.append(f"{statistics.mean(tops):.1f} ± {error:.1f}")
+            lines.append(line)
+    return common.rows(["", "images", *(UNTRAINED[m] for m in FEW_METHODS)], lines)
 
 
 def efficientnet() -> str:
@@ -283,6 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trained": trained,
     "few-images": few_images,
     "small-networks": small_networks,
+    "few-samples": few_samples,
     "efficientnet": efficientnet,
     "chita": chita,
     "closed-form": closed_form,

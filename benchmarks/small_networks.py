@@ -4,10 +4,10 @@
 
 What a newcomer tries first: an MLP, a CNN and a transformer for scikit-learn's digits, trained
 until they know their 500 images by heart, and calibrated with 400 of these ("seen") or with 400
-others ("unseen"). Each seed is another draw of the images, another network and another run. 15
-stages for all methods, defaults otherwise, no training after the cut. What is measured are the 397
-training images left over, never the test images. Every finished run is written at once and never
-run again.
+others ("unseen"); and to 0.8 with fewer. Each seed is another draw of the images, another network
+and another run. 15 stages for all methods, defaults otherwise, no training after the cut. What is
+measured are the 397 training images left over, never the test images. Every finished run is written
+at once and never run again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from swap_prune.models.mlp import MLP
 
 METHODS = ("magnitude", "wf", "lr", "ewr")
 SPARSITIES = (0.8, 0.9, 0.95)
+FEW_METHODS = ("magnitude", "wf", "cbs", "lr", "ewr")
 # Of the 1,297 training images; calibration takes as many seen as unseen ones.
 TRAINED_ON, CALIBRATED_WITH = 500, 400
+FEW = (10, 20, 50, 100)
 CALIBRATIONS = ("seen", "unseen")
 EPOCHS = 100
 BATCH_SIZE = 64
@@ -105,17 +107,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small_networks.json"))
     options = parser.parse_args()
     runs = Runs(options.out, load)
-    names = ("seed", "network", "sparsity", "calibration", "method")
-    choices = (range(options.seeds), NETWORKS, SPARSITIES, CALIBRATIONS, METHODS)
-    cells = [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*choices)]
-    for cell in runs.missing(cells):
+    names = ("seed", "network", "calibration", "images", "sparsity", "method")
+    seeds = range(options.seeds)
+    many = (seeds, NETWORKS, CALIBRATIONS, (CALIBRATED_WITH,), SPARSITIES, METHODS)
+    few = (seeds, NETWORKS, CALIBRATIONS, FEW, SPARSITIES[:1], FEW_METHODS)
+    chosen = itertools.chain(itertools.product(*many), itertools.product(*few))
+    for cell in runs.missing(dict(zip(names, values, strict=True)) for values in chosen):
         runs.add(cell, runs.data(cell).train, sparsity=cell["sparsity"], stages=15)
 
 
 def load(cell: Cell) -> tuple[nn.Module, data.Splits]:
     """A cell's network, its calibration images, and those that it is measured on."""
     model, seen, unseen, others = trained(cell["network"], cell["seed"])
-    return model, data.Splits(seen if cell["calibration"] == "seen" else unseen, others, "digits")
+    images = seen if cell["calibration"] == "seen" else unseen
+    return model, data.Splits(TensorDataset(*images[: cell["images"]]), others, "digits")
 
 
 @functools.cache
