@@ -69,4 +69,5 @@ class Runs:
         machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
         self.runs.append({**cell, **figures, **machine, "settings": result.settings})
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps({"runs": self.runs}, indent=1) + "\n")
+        lines = ",\n".join(map(json.dumps, self.runs))
+        self.out.write_text(f'{{"runs": [\n{lines}\n]}}\n')

@@ -265,7 +265,8 @@ CLEAN_LABELS = {"classes": 10, "contamination": 0.001, "contamination_gain": 0.1
         ({"tail_index": 1.3, "available": 5000}, ("ewr", 4), "1.30"),
         ({"agreement": 0.4, "available": 1200}, ("ewr", 1), "not as fewer rows of several"),
         ({"available": 100}, ("ewr", 1), "80 rows"),
-        ({"available": 49}, ("magnitude", 1), "49 calibration samples are too few"),
+        ({"available": 49}, ("wf", 1), "49 calibration samples are too few"),
+        ({"available": 1}, ("magnitude", 1), "one calibration sample"),
     ],
 )
 def test_each_rule(changes, expected, said):

@@ -456,8 +456,8 @@ def _label_noise(model: nn.Module, batch: Batch) -> dict[str, Any]:
 def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Settings for `prune` that the measures speak for, and the reasons in words.
 
-    1. Nothing to regress on (every row vanishes), or fewer than 10 samples to hold out:
-       "magnitude".
+    1. Nothing to regress on (every row vanishes, or there is a single sample): "magnitude"; fewer
+       than 10 samples to hold out: "wf".
     2. `held_out`: a fifth of the samples, at most 1,000, as `prune` has it.
     3. `samples`: 1,000 rows, or as many as data and memory allow.
     4. `samples_per_row`: as many as the data allow, up to 16, if the halves agree to less than 0.9
@@ -468,9 +468,16 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     """
     available = report.available
     held_out = default_held_out(available)
-    if report.vanishing == report.rows or held_out < FEW_HELD_OUT:
+    if report.vanishing == report.rows or available == 1:
         return _by_magnitude(report)
     pool = available - held_out
+    if held_out < FEW_HELD_OUT:
+        why = (
+            f"A fifth of {available} calibration samples are too few to choose a regression's "
+            f"settings by (fewer than {FEW_HELD_OUT}): wf, which has none that are chosen so."
+        )
+        few = {"method": "wf", "samples": pool, "samples_per_row": 1, "held_out": held_out}
+        return few, (why,)
     held = most_rows(report.weights)
     # Room for the rows that ewr remembers at least, or as many as there are.
     samples = max(1, min(MOST_ROWS, pool, max(held // 2, held - COPIES * LEAST_MEMORY)))
@@ -492,9 +499,9 @@ def recommend(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _by_magnitude(report: NoiseReport) -> tuple[dict[str, Any], tuple[str, ...]]:
     why = (
-        f"A fifth of {_count(report.available, 'calibration sample')} are too few to choose a "
-        f"regression's settings by (fewer than {FEW_HELD_OUT}): magnitude, which needs none."
-        if default_held_out(report.available) < FEW_HELD_OUT
+        "There is one calibration sample, which tells nothing of others: magnitude, which needs "
+        "none."
+        if report.available == 1
         else f"All {_count(report.rows, 'gradient')} measured vanish, so a regression on them has "
         "nothing to go by: magnitude, which needs none."
     )

@@ -197,8 +197,8 @@ def prune(
     if method in REGRESSIONS and resolved.held_out and resolved.held_out < FEW_HELD_OUT:
         warn(
             f"held_out={resolved.held_out} of {len(samples)} calibration samples are too few to "
-            "choose settings by, and the model may become far worse than method='magnitude' makes "
-            f"it; give {_wanted(len(samples))}",
+            "choose settings by, and the model may become worse than method='wf' makes it; give "
+            f"{_wanted(len(samples))}",
         )
     # Rows, products and solves run on the CPU, wherever the model lives.
     device = model.get_parameter(weights.names[0]).device
