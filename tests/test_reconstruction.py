@@ -106,7 +106,7 @@ class Called(nn.Module):
         (lambda layer, x: layer(x[:, None, None])[:, 0, 0], True),
         (lambda layer, x: x + layer(x[:0]).sum(), False),  # idle, as an expert may be
         (lambda layer, x: torch.vmap(layer)(x), False),
-        (lambda layer, x: layer(torch.nested.nested_tensor([x])).to_padded_tensor(0)[0], False),
+        (lambda layer, x: layer(torch.nested.as_nested_tensor([x])).to_padded_tensor(0)[0], False),
     ],
     ids=["by keyword", "one by one", "on nothing", "vmap", "nested"],
 )
