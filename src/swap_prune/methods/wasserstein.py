@@ -335,7 +335,7 @@ class WassersteinRegression(Method):
         mixtures = MIXTURES if self.mixture == "auto" else (self.mixture,)
         best = solve(epsilons[0], mixtures[0])
         if self.mixture == "auto":
-            unmixed = {"epsilon": epsilons[0], "mixture": 0.0}
+            unmixed = {"epsilon": None, "mixture": 0.0}
             untouched = Candidate(lr.v, lr.settings | unmixed, lr.losses)
             # One look a stage: only where transport pays at all are the others worth their time.
             if not trial.improves(best, untouched, TRANSPORT_GAIN):
