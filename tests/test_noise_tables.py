@@ -377,6 +377,14 @@ def test_table2_runs_on_made_data(made_mnist, tmp_path):
         assert [stage["sparsity"] for stage in cell["stages"]] == [0.0, 0.5, 0.95]
         assert all(math.isfinite(stage["loss"]) for stage in cell["stages"])
         assert cell["noise_reached"][0]["reached"]["sigma_reached"] > 0
+    # EWR's record says how far transport was used; the stage that cuts nothing has no plan.
+    used = [[stage["mixture"] for stage in cell["stages"]] for cell in cells[1::2]]
+    cutting = [mixture for mixtures in used for mixture in mixtures[1:]]
+    assert all(mixtures[0] is None for mixtures in used)
+    assert None not in cutting
+    text = (tmp_path / "out/table2.md").read_text()
+    sentence = "Stages that cut in which EWR used transport: "
+    assert f"{sentence}{sum(m > 0 for m in cutting)} of 4 on mlpnet.\n" in text
     # The same samples and the same noise.
     assert cells[0]["noise_reached"] == cells[1]["noise_reached"]
 

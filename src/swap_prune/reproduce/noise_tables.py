@@ -342,6 +342,7 @@ class NoiseTable(Table[Cell]):
                     "sparsity": sparsity,
                     # A loss that is not finite is a word in JSON.
                     **{name: _number(line[f"test_{name}"]) for name in ("loss", "top1", "top5")},
+                    "mixture": line.get("mixture"),
                 }
                 for sparsity, line in zip(configuration["schedule"], history, strict=True)
             ],
@@ -382,6 +383,7 @@ class NoiseTable(Table[Cell]):
             "The authors' code, from which the published figures are, trains an epoch after every "
             "stage: compare them with protocol authors.",
             *(self._group(rows) for rows in _groups(contents["rows"])),
+            *_transport_used(contents["cells"]),
             common.how_it_was_made(contents),
         ]
         return "\n\n".join(parts)
@@ -641,6 +643,22 @@ def _number(value: float | str | None) -> float | None:
 
 
 # --- writing ------------------------------------------------------------------------------------
+
+
+def _transport_used(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """How often EWR, whose default leaves it to held-out samples, took transport into its plan."""
+    mixtures: dict[str, list[float]] = {}
+    for record in records:
+        if record["method"] == "ewr":
+            # No stage without a cut has one, nor had any before they were recorded.
+            chosen = [stage.get("mixture") for stage in record["stages"] or ()]
+            mixtures.setdefault(record["network"], []).extend(m for m in chosen if m is not None)
+    used = [
+        f"{sum(m > 0 for m in chosen)} of {len(chosen)} on {network}"
+        for network, chosen in mixtures.items()
+        if chosen
+    ]
+    return [f"Stages that cut in which EWR used transport: {', '.join(used)}."] if used else []
 
 
 def figure(rows: Iterable[Mapping[str, Any]]) -> str:
