@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swap_prune import InputError, data, models, noise_report, outliers, prune
 from swap_prune.outliers import Screen, find, floors, largest_usual, limit, spreads
 from swap_prune.run_directory import RunDirectory
-from swap_prune.stages import Run
+from swap_prune.stages import Pruner
 
 
 def test_an_input_spreads_by_all_of_its_numbers():
@@ -229,14 +229,14 @@ def test_noisy_inputs_are_left_out_in_whole_rows(method):
 
 
 def test_others_are_drawn_for_those_left_out(monkeypatch):
-    taken, gradients = [], Run._gradients
+    taken, gradients = [], Pruner._gradients
 
     def counted(self, batch, loss, indices, *progress):
         assert len(batch[1]) == len(indices) == len(indices.unique())
         taken.append(len(indices))
         return gradients(self, batch, loss, indices, *progress)
 
-    monkeypatch.setattr(Run, "_gradients", counted)
+    monkeypatch.setattr(Pruner, "_gradients", counted)
     history = run(noise=LOUD).history
     first, *later = taken[-3:]  # before them the noise is calibrated
     assert first == 160 - history[0]["left_out_samples"]

@@ -125,7 +125,7 @@ def test_another_configuration_is_refused_and_the_run_stays(tmp_path):
 
 def test_what_an_older_version_saved_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("swap_prune.stages.FORMAT", 1)
+        patch.setattr("swap_prune.run.FORMAT", 1)
         run(tmp_path, fine_tuning=None, stages=2)
     with pytest.raises(InputError, match=r"another configuration: format is 1 there and \d+ here"):
         run(tmp_path, fine_tuning=None, stages=2)
@@ -392,7 +392,7 @@ def test_a_run_is_replaced_by_one_that_has_saved_a_step(finished, tmp_path, monk
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr("swap_prune.stages.Run._checked_stage", stage)
+            patch.setattr("swap_prune.run.Run._checked_stage", stage)
             with pytest.raises(type(error)):
                 run(RunDirectory(tmp_path, overwrite=True), sparsity=0.8)
 

@@ -6,8 +6,8 @@ from swap_prune.masks import apply_masks, make_permanent
 from swap_prune.noise_report import NoiseReport, noise_report
 from swap_prune.prunable import PrunableWeights, select_weights
 from swap_prune.pruning import prune
+from swap_prune.run import PruneResult
 from swap_prune.settings import METHODS
-from swap_prune.stages import PruneResult
 from swap_prune.training import FineTuning
 
 __all__ = [

@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from swap_prune.calling import call, evaluation_mode
 
+# Samples that suffice for the statistics.
+SAMPLES = 1000
 # Statistics of a batch this large are close to those of the whole, and it fits in memory.
 BATCH_SAMPLES = 250
 

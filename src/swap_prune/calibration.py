@@ -25,6 +25,8 @@ from swap_prune.errors import InputError, reason
 
 # A batch: (inputs, targets), each a tensor or a tuple or dict of tensors with samples first.
 Batch = tuple[Any, Any]
+# Samples by which a run knows its data again.
+KNOWN_BY = 64
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -81,6 +83,13 @@ class Samples:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on `device`."""
     return tree_map(lambda leaf: leaf.to(device), batch)
+
+
+def some_of(samples: Samples, seed: int) -> Batch:
+    """A few samples, from everywhere, that are the same whenever they are asked for by a seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return to_device(samples.spread(KNOWN_BY), torch.device("cpu"))
 
 
 class CalibrationStream:

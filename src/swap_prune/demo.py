@@ -16,8 +16,8 @@ from swap_prune.errors import InputError
 from swap_prune.evaluation import evaluate
 from swap_prune.noise import LabelNoise
 from swap_prune.pruning import prune
+from swap_prune.run import PruneResult
 from swap_prune.run_directory import RunDirectory
-from swap_prune.stages import PruneResult
 
 METHODS = ("magnitude", "lr", "ewr")
 SPARSITIES = (0.9, 0.95, 0.98)

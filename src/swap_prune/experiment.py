@@ -19,8 +19,8 @@ from swap_prune.errors import InputError
 from swap_prune.evaluation import Evaluation, evaluate
 from swap_prune.pruning import prune
 from swap_prune.recipe import Recipe
+from swap_prune.run import PruneResult
 from swap_prune.run_directory import RunDirectory
-from swap_prune.stages import PruneResult
 
 
 def _digest(package: Path) -> str:

@@ -23,17 +23,11 @@ from swap_prune.machine import affordable_memory, check_memory, fastest_precisio
 from swap_prune.masks import is_masked
 from swap_prune.noise import resolve as resolve_noise
 from swap_prune.prunable import select_weights
+from swap_prune.run import PruneResult, Run, load_tensors, tensors_of
 from swap_prune.run_directory import RunDirectory
-from swap_prune.schedule import sparsities
+from swap_prune.schedule import round_to_kept, sparsities
 from swap_prune.settings import FEW_HELD_OUT, HELD_OUT_FRACTION, REGRESSIONS, Settings, plain
-from swap_prune.stages import (
-    PruneResult,
-    Run,
-    build_method,
-    load_tensors,
-    round_to_kept,
-    tensors_of,
-)
+from swap_prune.stages import build_method
 
 
 @ordinary_tensors()

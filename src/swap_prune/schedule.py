@@ -56,3 +56,8 @@ def _own(steps: list[float], sparsity: float, stages: int) -> list[float]:
             f"stages={stages}, the last of which is sparsity={sparsity}"
         )
     return [*(min(step, sparsity) for step in steps[:-1]), sparsity]
+
+
+def round_to_kept(p: int, sparsity: float) -> int:
+    """k, the number of weights that stay of `p` at a sparsity."""
+    return p - round(p * sparsity)
