@@ -195,11 +195,33 @@ def test_one_group_tells_nothing_of_chance():
     assert evaluation.beyond_chance(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 2.0]))
 
 
+def square(output, target):
+    return ((output - target) ** 2).mean()
+
+
 def test_a_loss_that_mixes_samples_by_broadcasting_is_told():
     x = torch.randn(40, 3)
     data = x, x.sum(1)
     with pytest.raises(InputError, match=r"together; it must be the batch's mean.*broadcast"):
-        prune(nn.Linear(3, 1), data, sparsity=0.5, loss=lambda o, t: ((o - t) ** 2).mean())
+        prune(nn.Linear(3, 1), data, sparsity=0.5, loss=square)
+    model, targets = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), x.sum(1, keepdim=True)
+    with pytest.raises(InputError, match=r"together; it must be the batch's mean.*broadcast"):
+        prune(model, (x, targets), sparsity=0.5, loss=square)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 5e5])
+def test_a_loss_that_knows_of_its_shapes_is_taken(kind, offset):
+    def weighted(output, target):
+        weights = 1 + (target > offset).float()
+        return (weights * (output[:, 0] - target) ** 2).sum() / weights.sum()
+
+    x = torch.randn(60, 3)
+    model = nn.Linear(3, 1)
+    data = x.to(kind), (x.sum(1) + offset).to(kind)
+    for loss in (weighted, lambda output, target: square(output[:, 0], target)):
+        result = prune(model.to(kind), data, sparsity=1 / 3, loss=loss, stages=1, method="wf")
+        assert result.nonzeros == 2
 
 
 def test_a_loss_that_weighs_samples_by_their_class_is_a_mean():
@@ -208,10 +230,6 @@ def test_a_loss_that_weighs_samples_by_their_class_is_a_mean():
     loss = nn.CrossEntropyLoss(weight=weights)
     result = prune(nn.Linear(3, 2), data, sparsity=0.5, loss=loss, samples_per_row=4, samples=5)
     assert result.nonzeros == 3
-
-
-def square(output, target):
-    return ((output - target) ** 2).mean()
 
 
 def summed(output, target):
@@ -281,3 +299,12 @@ def test_a_loss_that_can_not_be_called_is_told(loss):
 def test_one_output_needs_a_loss(labels):
     with pytest.raises(InputError, match="has one output; pass loss="):
         evaluate(nn.Linear(6, 1), (torch.randn(8, 6), labels))
+
+
+def test_a_model_made_in_inference_mode_is_evaluated():
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    data = torch.randn(40, 3), torch.arange(40) % 2
+    ordinary = nn.Linear(3, 2)
+    ordinary.load_state_dict(model.state_dict())
+    assert evaluate(model, data) == evaluate(ordinary, data)

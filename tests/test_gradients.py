@@ -43,6 +43,23 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.mix(self.embed(tokens)).mean(1)))
 
 
+class TwoNames(nn.Module):
+    """A module under two names, and a weight in two modules, with time before samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        once, other = nn.Linear(6, 6), nn.Linear(6, 6)
+        other.weight = once.weight
+        self.layers = nn.ModuleList([once, once, other])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x.mean(0))
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +174,7 @@ CASES = {
         False,
     ),
     "weight used outside": (WeightUsedOutside, lambda n: torch.randn(n, 6), None, False),
+    "two names": (TwoNames, lambda n: torch.randn(n, 4, 6), None, False),
     "sequence first": (SequenceFirst, lambda n: torch.randn(n, 4, 6), None, False),
     "sequence first, as long as the batch": (
         SequenceFirst,
@@ -196,6 +214,7 @@ def test_rows_equal_single_backward_passes(case, m, monkeypatch):
     G = gradient_rows(model, weights, inputs, targets, functional.cross_entropy, m)
     torch.testing.assert_close(G.rows(), expected.float(), rtol=2e-4, atol=1e-6)
     assert bool(calls) != factored
+    assert all(isinstance(model.get_parameter(name), nn.Parameter) for name in weights.names)
 
 
 def test_model_is_left_as_it_was():
@@ -269,11 +288,12 @@ def test_says_which_module_has_no_rows():
         gradient_rows(model, weights, tokens, torch.zeros(4).long(), functional.cross_entropy)
 
 
-def test_names_the_sample_on_which_the_model_fails():
+@pytest.mark.parametrize("bad", [17, 217])
+def test_names_the_sample_on_which_the_model_fails(bad):
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3))
     tokens = torch.randint(5, (300, 2))
-    tokens[217] = 9
-    with pytest.raises(InputError, match="fails on calibration sample 217: IndexError"):
+    tokens[bad] = 9
+    with pytest.raises(InputError, match=f"fails on calibration sample {bad}: IndexError"):
         gradient_rows(
             model, select_weights(model), tokens, torch.zeros(300).long(), functional.cross_entropy
         )

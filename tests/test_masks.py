@@ -217,6 +217,12 @@ def test_what_is_no_model_or_no_masks_is_refused():
             call()
     with pytest.raises(InputError, match="masks is of type list"):
         apply_masks(nn.Linear(2, 2), [1])
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    masks = {"weight": torch.ones(2, 2, dtype=torch.bool)}
+    with pytest.raises(InputError, match=r"parameter weight was made .* copy.deepcopy"):
+        apply_masks(model, masks)
+    apply_masks(copy.deepcopy(model), masks)
 
 
 class Clamped(nn.Module):

@@ -818,8 +818,34 @@ def test_a_model_that_is_random_in_eval_mode_is_told():
             return nn.functional.dropout(super().forward(x), 0.5)
 
     with pytest.warns(PruningWarning, match="the model is random in eval mode") as caught:
-        prune(Dropping(6, 3), samples(100), sparsity=0.5, stages=1, audit=False)
+        prune(Dropping(6, 3), samples(100), sparsity=0.5, stages=3, audit=False)
     assert caught[0].filename == __file__
+    assert sum("random in eval mode" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:the held-out loss was")
+def test_losses_that_are_random_prove_nothing_of_an_unused_layer():
+    model = nn.Linear(6, 3)
+    model.unused = nn.Linear(2, 2)
+    model.register_forward_hook(lambda *given: nn.functional.dropout(given[-1], 0.5))
+    assert prune(model, samples(100), sparsity=0.5, stages=1).sparsity == 0.5
+
+
+def test_autocast_of_the_callers_changes_nothing():
+    model, calibration = trained(), samples(100)
+    expected = prune(model, calibration, sparsity=0.5, stages=2).model
+    with torch.autocast("cpu", torch.bfloat16):
+        found = prune(model, calibration, sparsity=0.5, stages=2).model
+    assert torch.equal(weights_of(found), weights_of(expected))
+
+
+def test_a_held_out_sample_on_which_the_model_fails_is_named():
+    tokens, labels = torch.randint(5, (100, 2)), torch.arange(100) % 3
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3))
+    for bad in range(2, 100, 7):
+        wrong = tokens.index_fill(0, torch.tensor(bad), 9)
+        with pytest.raises(InputError, match=f"sample {bad}: IndexError"):
+            prune(model, (wrong, labels), sparsity=0.5, stages=1, method="wf")
 
 
 @pytest.mark.parametrize("fine_tuning", [None, {"epochs_after": 1, "batch_size": 16}])

@@ -257,9 +257,11 @@ def _loader_indices(loader: DataLoader[Any]) -> Sequence[int]:
 def _as_pair(batch: Any) -> Batch:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
+    parts = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     raise InputError(
-        f"calibration yields an item of type {type(batch).__name__} that is not a pair; every item "
-        "must be (input, target), for a dict (inputs, inputs.pop('labels')) say"
+        f"calibration yields an item of type {type(batch).__name__}{parts} that is not a pair; "
+        "every item must be (input, target): of several inputs ((x, mask), y), of a dict (inputs, "
+        "inputs.pop('labels')) say"
     )
 
 

@@ -37,12 +37,14 @@ def call(model: nn.Module, x: Any) -> Any:
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """New tensors are the CPU's and can have gradients, whatever the caller has told torch."""
+    """New tensors are the CPU's, exact and can have gradients, whatever the caller told torch."""
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
         if torch.get_default_device().type != "cpu":
             modes.enter_context(torch.device("cpu"))  # slows down every call of torch
+        if torch.is_autocast_enabled("cpu"):
+            modes.enter_context(torch.autocast("cpu", enabled=False))
         yield
 
 
@@ -55,7 +57,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     training = {module: module.training for module in model.modules()}
-    wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    # Tensors of inference mode can have no gradients, and refuse to be told so.
+    wanted = {p: p.requires_grad for p in model.parameters() if not p.is_inference()}
     model.eval()
     for parameter in wanted:
         parameter.requires_grad_(False)

@@ -15,7 +15,7 @@ from swap_prune import batchnorm, outliers
 from swap_prune import contamination as contamination_of
 from swap_prune.calibration import Batch, CalibrationStream, Samples, some_of
 from swap_prune.calling import fastest_format, formatted
-from swap_prune.errors import warn
+from swap_prune.errors import InputError, warn
 from swap_prune.evaluation import (
     check_task,
     cross_entropy,
@@ -25,7 +25,7 @@ from swap_prune.evaluation import (
     row_losses,
 )
 from swap_prune.gradients import GradientOperator
-from swap_prune.gradients.rows import Loss, blame_sample
+from swap_prune.gradients.rows import Loss, blame_failing_sample, blame_sample
 from swap_prune.noise import Noise
 from swap_prune.noise import from_description as noise_from
 from swap_prune.settings import HELD_OUT_FRACTION, Settings
@@ -94,6 +94,7 @@ class Drawing:
         self.left_out_share = 0.0  # of the samples, as those held out at the first stage tell
         reserve = settings.held_out if spares_held_out else self._reserve(len(samples))
         self.stream = CalibrationStream(samples, settings.held_out, reserve, settings.seed)
+        self.random = False  # whether the model gives other outputs when asked again
         self.noises: tuple[Noise, ...] = ()  # until the first stage has calibrated them
         if loss is not None and (self.draws or settings.held_out):
             check_task(model, some_of(samples, settings.seed), loss)
@@ -216,13 +217,19 @@ class Drawing:
             check_task(self.model, batch, None, indices)
 
     def _check_held_out(self) -> None:
-        """Raise unless the model has a finite held-out loss; warn unless it has only one."""
+        """Raise unless the model has a finite held-out loss; warn, once, unless it has only one."""
         if self.held_out is None:
             return
-        losses = [mean_loss(self.model, self.held_out, self.loss) for _ in range(2)]
+        whose = self.model, *self.held_out, self.loss, self.held_out_indices
+        try:
+            losses = [mean_loss(self.model, self.held_out, self.loss) for _ in range(2)]
+        except InputError:
+            blame_failing_sample(*whose)
+            raise
         if not math.isfinite(losses[0]):
-            blame_sample(self.model, *self.held_out, self.loss, self.held_out_indices)
-        if not math.isclose(*losses, rel_tol=1e-4):
+            blame_sample(*whose)
+        if not self.random and not math.isclose(*losses, rel_tol=1e-4):
+            self.random = True
             warn(
                 f"the held-out loss was {losses[0]:.4g} and, asked again, {losses[1]:.4g}: the "
                 "model is random in eval mode (dropout without training=self.training?), so that "

@@ -285,28 +285,55 @@ def _check_loss(model: nn.Module, batch: Batch, loss: Loss) -> None:
             f"loss returned {value:.4g} for a sample and {again:.4g} for two copies of it; "
             "it must be the batch's mean"
         )
-    flat = _broadcasts(_output(model, tree_map(lambda leaf: leaf[:2], batch[0])), batch[1])
-    for several in (*pairwise(singles), (0, count - 1), tuple(singles)):
+    mixed = _mixes(model, batch, loss, list(singles), list(singles.values()))
+    some = () if mixed else (*pairwise(singles), (0, count - 1))
+    for several in (*some, tuple(singles)):
         losses = [singles[i] for i in several]
-        # A mean, however it weighs samples, lies between their losses. That may also be so by
-        # chance where shapes broadcast; a loss that knows of them takes the plain mean.
-        least, largest = (statistics.mean(losses),) * 2 if flat else (min(losses), max(losses))
-        tolerance = (1e-4 if flat else 0.01) * max(map(abs, losses)) + 1e-6
+        # A mean, however it weighs samples, lies between their losses.
+        tolerance = 0.01 * max(map(abs, losses)) + 1e-6
         together = of(several)
-        if math.isfinite(together) and not least - tolerance <= together <= largest + tolerance:
+        within = min(losses) - tolerance <= together <= max(losses) + tolerance
+        if math.isfinite(together) and (mixed or not within):
             shapes = "outputs (samples, 1) with targets (samples,) do broadcast"
             raise InputError(
                 f"loss returned {min(losses):.4g} to {max(losses):.4g} for single samples and "
                 f"{together:.4g} for {len(several)} of them together; it must be the batch's mean, "
                 "of losses that each have one sample's output and target "
-                f"({shapes if flat else 'do their shapes broadcast?'})"
+                f"({shapes if mixed else 'do their shapes broadcast?'})"
             )
 
 
-def _broadcasts(output: Any, targets: Any) -> bool:
-    """Whether outputs are (samples, 1) and targets (samples,), which make (samples, samples)."""
-    tensors = isinstance(output, Tensor) and isinstance(targets, Tensor)
-    return tensors and output.shape[1:] == (1,) and targets.ndim == 1
+def _mixes(
+    model: nn.Module, batch: Batch, loss: Loss, chosen: list[int], singles: list[float]
+) -> bool:
+    """Whether a loss is over all pairs of an output (samples, 1) and a target (samples,).
+
+    Which target belongs to which output then makes no difference, and yet the loss is not the mean
+    of those of single samples.
+
+    Args:
+        model: called on inputs.
+        batch: inputs and targets.
+        loss: of the user's own.
+        chosen: samples to try.
+        singles: the loss of each.
+    """
+    inputs, targets = tree_map(lambda leaf: leaf[chosen], batch)
+    output = _output(model, inputs)
+    if not (isinstance(output, Tensor) and isinstance(targets, Tensor)):
+        return False
+    if {output.shape[1:], targets.shape[1:]} != {(), (1,)}:
+        return False
+    together = _scalar_loss(loss, output, targets)
+    rolled = _scalar_loss(loss, output, targets.roll(1, 0))
+    size = max(map(abs, singles))
+    # Some steps of the coarser type's rounding.
+    types = [x.dtype for x in (output, targets) if x.is_floating_point()]
+    rounding = 8 * max((torch.finfo(kind).eps for kind in types), default=0.0)
+    return (
+        abs(rolled - together) <= rounding * size
+        and abs(together - statistics.mean(singles)) > max(1e-4, rounding) * size + 1e-6
+    )
 
 
 def _output(model: nn.Module, inputs: Any) -> Any:

@@ -70,6 +70,11 @@ def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
             known = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
             raise InputError(f"masks name {name!r}, which the model has not: it has {known}")
         weight = named[name]
+        if weight.is_inference():
+            raise InputError(
+                f"the model's parameter {name} was made under torch.inference_mode() and takes no "
+                "masks; copy.deepcopy(model) outside of it does"
+            )
         _check_mask(name, mask, weight)
         if id(weight) in by_weight:
             raise InputError(f"masks name the tied weight {name!r} twice; give one mask for it")

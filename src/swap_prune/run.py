@@ -26,6 +26,8 @@ from swap_prune.stages import Pruner
 # What the steps of a run directory hold and mean; another number for every change of it, so that
 # no run goes on from what an older version has saved.
 FORMAT = 4
+# By so much of itself the held-out loss has risen if training is to be told of.
+RAISED = 0.02
 
 
 @dataclass
@@ -236,9 +238,10 @@ class Run:
         lost = [name for name, mask in masks.items() if not mask.any()]
         if lost and self.settings.sparsity > 0:
             others = f" and of {len(lost) - 1} more" if len(lost) > 1 else ""
+            evenly = "" if self.settings.per_layer else "per_layer=True keeps some in every layer, "
             warn(
                 f"no weight is left of {lost[0]}{others}, through which nothing passes any more; "
-                "per_layer=True keeps some in every layer, exclude= leaves a layer as it is",
+                f"{evenly}exclude= leaves a layer as it is",
             )
 
     def _warn_of_training(self) -> None:
@@ -248,7 +251,7 @@ class Run:
         before, after = (
             self.history[line]["held_out_loss"] for line in (-1 - self.epochs_after, -1)
         )
-        if not after <= before:
+        if not after <= before + RAISED * abs(before):
             warn(
                 f"fine-tuning raised the held-out loss from {before:.4g} to {after:.4g}; a smaller "
                 "learning_rate, or optimizer='adam' with one of 0.002 (for attention), may suit "

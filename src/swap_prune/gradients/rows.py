@@ -117,6 +117,7 @@ def gradient_rows(
         )
     matrix = torch.empty(n, weights.size, dtype=torch.float32) if out is None else out
     rows_per_chunk = chunk_rows(inputs, samples_per_row)
+    known = torch.arange(samples) if numbers is None else numbers
 
     def chunk(start: int) -> tuple[Any, Any, Tensor, slice]:
         block = matrix[start : start + rows_per_chunk]
@@ -127,7 +128,6 @@ def gradient_rows(
     def check(worker: Worker, start: int) -> int:
         x, y, block, part = chunk(start)
         if not torch.isfinite(block.sum()):
-            known = torch.arange(samples) if numbers is None else numbers
             blame_sample(worker.model, x, y, worker.loss, known[part])
             _blame_row(block, known[part].view(len(block), -1))
         return len(block) * samples_per_row
@@ -147,8 +147,7 @@ def gradient_rows(
         try:
             _fill_slowly(alone, weights, x, y, block)
         except Exception as error:  # as above
-            known = torch.arange(samples) if numbers is None else numbers
-            _blame_failing_sample(alone, x, y, known[part])
+            blame_failing_sample(model, x, y, loss, known[part])
             raise InputError(
                 f"the gradients of {len(known[part])} calibration samples can't be computed: "
                 f"{reason(error)}"
@@ -159,9 +158,13 @@ def gradient_rows(
     failed: list[int] = []
     with torch.enable_grad(), evaluation_mode(model):
         workers = _workers(model, loss, min(torch.get_num_threads(), len(starts)))
-        x, y, block, _ = chunk(0)
+        x, y, block, part = chunk(0)
         alone = Worker(model, loss)
-        fill = _choose_way(alone, weights, x, y, block)
+        try:
+            fill = _choose_way(alone, weights, x, y, block)
+        except InputError:
+            blame_failing_sample(model, x, y, loss, known[part])
+            raise
         alone.buffers = Buffers()
         if fill in (_fill_vectorised, _fill_one_by_one):
             workers = [alone]
@@ -541,9 +544,11 @@ def _fill_vectorised(
     """`vmap(grad(loss))` over the rows of a chunk, written into `block` (rows, p)."""
     model, loss, rows = worker.model, worker.loss, len(block)
     parameters = {name: model.get_parameter(name).detach() for name in weights.names}
+    places = _places(model, weights)
 
     def row_loss(values: dict[str, Tensor], one_x: Any, one_y: Any) -> Tensor:
-        return loss(_Call(model, values)(one_x), one_y)
+        placed = {place: values[name] for place, name in places.items()}
+        return loss(_call_with(model, placed, one_x), one_y)
 
     x, y = tree_map(lambda leaf: leaf.view(rows, -1, *leaf.shape[1:]), (x, y))
     inside: list[str] = []
@@ -558,7 +563,7 @@ def _fill_vectorised(
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
             gradients = vmap(grad(row_loss), in_dims=(None, 0, 0))(parameters, x, y)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # the model is the user's: anything may come out of it
         where = f"module {inside[-1]}" if inside else "the loss"
         raise NotVectorisableError(
             f"the gradients of all rows can't be computed at once in {where}: "
@@ -579,17 +584,26 @@ def _fill_one_by_one(
         place.copy_(_row(worker.model, weights, x, y, worker.loss, len(block), row))
 
 
-class _Call:
-    """The model with other weights, callable like the model."""
+def _places(model: nn.Module, weights: PrunableWeights) -> dict[str, str]:
+    """Where each weight stands in the model, by the names that it has there; tied ones at each.
 
-    def __init__(self, model: nn.Module, values: dict[str, Tensor]) -> None:
-        self.model, self.values = model, values
+    A module that has two names is one place: who puts a tensor there twice, to take it away again
+    later, is left with the wrong one.
+    """
+    by_weight = {id(model.get_parameter(name)): name for name in weights.names}
+    return {
+        f"{path}.{leaf}" if path else leaf: by_weight[id(parameter)]
+        for path, module in model.named_modules()
+        for leaf, parameter in module._parameters.items()
+        if id(parameter) in by_weight
+    }
 
-    def __call__(self, x: Any) -> Any:
-        if isinstance(x, dict):
-            return functional_call(self.model, self.values, (), x)
-        args = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-        return functional_call(self.model, self.values, args)
+
+def _call_with(model: nn.Module, values: dict[str, Tensor], x: Any) -> Any:
+    """What the model makes of `x` with other tensors in some of its places."""
+    args = tuple(x) if isinstance(x, (tuple, list)) else () if isinstance(x, dict) else (x,)
+    kwargs = x if isinstance(x, dict) else {}
+    return functional_call(model, values, args, kwargs, tie_weights=False)
 
 
 # --- what went wrong ----------------------------------------------------------------------------
@@ -615,13 +629,13 @@ def blame_sample(model: nn.Module, x: Any, y: Any, loss: Loss, numbers: Tensor) 
                 )
 
 
-def _blame_failing_sample(worker: Worker, x: Any, y: Any, numbers: Tensor) -> None:
+def blame_failing_sample(model: nn.Module, x: Any, y: Any, loss: Loss, numbers: Tensor) -> None:
     """Raise with the number of the first sample on which model or loss fail, if there is one."""
     for i, number in enumerate(numbers.tolist()):
         one_x, one_y = tree_map(lambda leaf, i=i: leaf[i : i + 1], (x, y))
         try:
-            with torch.no_grad():
-                worker.loss(call(worker.model, one_x), one_y)
+            with torch.no_grad(), evaluation_mode(model):
+                loss(call(model, one_x), one_y)
         except Exception as error:  # the model is the user's: anything may come out of it
             raise InputError(
                 f"the model or the loss fails on calibration sample {number}: {reason(error)}"
