@@ -383,8 +383,8 @@ def test_table2_runs_on_made_data(made_mnist, tmp_path):
     assert all(mixtures[0] is None for mixtures in used)
     assert None not in cutting
     text = (tmp_path / "out/table2.md").read_text()
-    sentence = "Stages that cut in which EWR used transport: "
-    assert f"{sentence}{sum(m > 0 for m in cutting)} of 4 on mlpnet.\n" in text
+    sentence = f"By EWR, of its stages that cut: in {sum(m > 0 for m in cutting)} of 4 on mlpnet.\n"
+    assert f"## How often transport was used\n\n{sentence}" in text
     # The same samples and the same noise.
     assert cells[0]["noise_reached"] == cells[1]["noise_reached"]
 

@@ -658,7 +658,8 @@ def _transport_used(records: Iterable[Mapping[str, Any]]) -> list[str]:
         for network, chosen in mixtures.items()
         if chosen
     ]
-    return [f"Stages that cut in which EWR used transport: {', '.join(used)}."] if used else []
+    heading = "## How often transport was used"
+    return [f"{heading}\n\nBy EWR, of its stages that cut: in {', '.join(used)}."] if used else []
 
 
 def figure(rows: Iterable[Mapping[str, Any]]) -> str:
