@@ -294,7 +294,7 @@ def _check_loss(model: nn.Module, batch: Batch, loss: Loss) -> None:
         together = of(several)
         within = min(losses) - tolerance <= together <= max(losses) + tolerance
         if math.isfinite(together) and (mixed or not within):
-            shapes = "outputs (samples, 1) with targets (samples,) do broadcast"
+            shapes = "of outputs and targets one is (samples, 1), one (samples,): they broadcast"
             raise InputError(
                 f"loss returned {min(losses):.4g} to {max(losses):.4g} for single samples and "
                 f"{together:.4g} for {len(several)} of them together; it must be the batch's mean, "
@@ -306,7 +306,7 @@ def _check_loss(model: nn.Module, batch: Batch, loss: Loss) -> None:
 def _mixes(
     model: nn.Module, batch: Batch, loss: Loss, chosen: list[int], singles: list[float]
 ) -> bool:
-    """Whether a loss is over all pairs of an output (samples, 1) and a target (samples,).
+    """Whether a loss is over all pairs of outputs and targets, one (samples, 1), one (samples,).
 
     Which target belongs to which output then makes no difference, and yet the loss is not the mean
     of those of single samples.

@@ -27,7 +27,7 @@ from swap_prune.run import PruneResult, Run, load_tensors, tensors_of
 from swap_prune.run_directory import RunDirectory
 from swap_prune.schedule import round_to_kept, sparsities
 from swap_prune.settings import FEW_HELD_OUT, HELD_OUT_FRACTION, REGRESSIONS, Settings, plain
-from swap_prune.stages import build_method
+from swap_prune.stages import Pruner, build_method
 
 
 @ordinary_tensors()
@@ -202,9 +202,10 @@ def prune(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(resolved.seed)
         trains_on_calibration = resolved.fine_tuning is not None and training_data is None
-        run = Run(
+        pruner = Pruner(
             own_copy(model), weights, samples, loss, resolved, progress, trains_on_calibration
         )
+        run = Run(pruner)
         if training_data is not None:
             run.train_on(_checked(run.model, Samples(training_data, "training_data"), loss))
         if test_data is not None:

@@ -16,11 +16,8 @@ from swap_prune import training
 from swap_prune.calibration import Samples, some_of
 from swap_prune.drawing import step_seed
 from swap_prune.errors import DivergedError, NotFiniteError, warn
-from swap_prune.evaluation import check_task, cross_entropy, evaluate, mean_loss
-from swap_prune.gradients.rows import Loss
-from swap_prune.prunable import PrunableWeights
+from swap_prune.evaluation import check_task, evaluate, mean_loss
 from swap_prune.run_directory import RunDirectory, Step, fingerprint
-from swap_prune.settings import Settings
 from swap_prune.stages import Pruner
 
 # What the steps of a run directory hold and mean; another number for every change of it, so that
@@ -59,34 +56,26 @@ class PruneResult:
 
 
 class Run:
-    """The stages of one call of `prune`, on a model of its own."""
+    """The stages and epochs of one call of `prune`.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: PrunableWeights,
-        samples: Samples,
-        loss: Loss | None,
-        settings: Settings,
-        progress: bool,
-        trains_on_calibration: bool,
-    ) -> None:
-        self.model, self.weights, self.settings = model, weights, settings
-        self.given_loss = loss
-        self.loss: Loss = cross_entropy if loss is None else loss
-        self.pruner = Pruner(
-            model, weights, samples, loss, settings, progress, trains_on_calibration
-        )
-        self.drawing, self.bar = self.pruner.drawing, self.pruner.bar
+    Args:
+        pruner: of a model of the run's own.
+    """
+
+    def __init__(self, pruner: Pruner) -> None:
+        self.pruner, self.drawing, self.bar = pruner, pruner.drawing, pruner.bar
+        self.model, self.weights, self.settings = pruner.model, pruner.weights, pruner.settings
+        self.given_loss, self.loss = self.drawing.given_loss, self.drawing.loss
         self.history: list[dict[str, Any]] = []
         self.seconds = {"gradients": 0.0, "solve": 0.0, "training": 0.0, "total": 0.0}
-        self.training_samples = samples
-        self.training_indices = self.drawing.stream.pool.indices
+        stream = self.drawing.stream
+        self.training_samples, self.training_indices = stream.source, stream.pool.indices
         self.test_data: Samples | None = None
-        fine_tuning = settings.fine_tuning
+        fine_tuning = self.settings.fine_tuning
         self.epochs_per_stage = fine_tuning.epochs_per_stage if fine_tuning else 0
         self.epochs_after = fine_tuning.epochs_after if fine_tuning else 0
-        self.teacher = copy.deepcopy(model) if fine_tuning and fine_tuning.distillation else None
+        distils = fine_tuning is not None and fine_tuning.distillation
+        self.teacher = copy.deepcopy(self.model) if distils else None
 
     def train_on(self, samples: Samples) -> None:
         """Fine-tune on other data than the calibration's."""
