@@ -294,19 +294,18 @@ def _check_loss(model: nn.Module, batch: Batch, loss: Loss) -> None:
         together = of(several)
         within = min(losses) - tolerance <= together <= max(losses) + tolerance
         if math.isfinite(together) and (mixed or not within):
-            shapes = "of outputs and targets one is (samples, 1), one (samples,): they broadcast"
             raise InputError(
                 f"loss returned {min(losses):.4g} to {max(losses):.4g} for single samples and "
                 f"{together:.4g} for {len(several)} of them together; it must be the batch's mean, "
                 "of losses that each have one sample's output and target "
-                f"({shapes if mixed else 'do their shapes broadcast?'})"
+                f"({mixed or 'do their shapes broadcast?'})"
             )
 
 
 def _mixes(
     model: nn.Module, batch: Batch, loss: Loss, chosen: list[int], singles: list[float]
-) -> bool:
-    """Whether a loss is over all pairs of outputs and targets, one (samples, 1), one (samples,).
+) -> str | None:
+    """The shapes by which a loss is over all pairs of an output and a target; None if it isn't.
 
     Which target belongs to which output then makes no difference, and yet the loss is not the mean
     of those of single samples.
@@ -321,19 +320,20 @@ def _mixes(
     inputs, targets = tree_map(lambda leaf: leaf[chosen], batch)
     output = _output(model, inputs)
     if not (isinstance(output, Tensor) and isinstance(targets, Tensor)):
-        return False
+        return None
     if {output.shape[1:], targets.shape[1:]} != {(), (1,)}:
-        return False
+        return None
     together = _scalar_loss(loss, output, targets)
     rolled = _scalar_loss(loss, output, targets.roll(1, 0))
     size = max(map(abs, singles))
     # Some steps of the coarser type's rounding.
     types = [x.dtype for x in (output, targets) if x.is_floating_point()]
     rounding = 8 * max((torch.finfo(kind).eps for kind in types), default=0.0)
-    return (
-        abs(rolled - together) <= rounding * size
-        and abs(together - statistics.mean(singles)) > max(1e-4, rounding) * size + 1e-6
-    )
+    paired = abs(rolled - together) > rounding * size
+    if paired or abs(together - statistics.mean(singles)) <= max(1e-4, rounding) * size + 1e-6:
+        return None
+    shapes = ["(samples, 1)" if x.ndim == 2 else "(samples,)" for x in (output, targets)]
+    return f"outputs {shapes[0]} with targets {shapes[1]} do broadcast"
 
 
 def _output(model: nn.Module, inputs: Any) -> Any:
